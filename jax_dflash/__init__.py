@@ -1,0 +1,1 @@
+"""DFlash speculative drafting in JAX. Import from the submodules: nothing is imported here."""

@@ -1,0 +1,80 @@
+"""Attention over gathered pages, in key chunks with an online softmax (Milakov & Gimelshein 2018).
+
+The number of chunks is data: it follows the longest live request, not the width of the block tables.
+B requests, T query rows of one request, N query heads, K KV heads, G = N/K, H head dim, S keys of one chunk.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jax_dflash.kv_cache import Pool, gather_pages
+from jax_dflash.numerics import accum_dtype, accum_einsum, store
+
+CHUNK_KEYS = 256
+
+
+def pages_per_chunk(page_size: int) -> int:
+    """Pages that one trip of the loop reads; block tables are a whole number of chunks wide."""
+    return max(1, CHUNK_KEYS // page_size)
+
+
+def num_chunks(seq_lens: Int[Array, "B"], page_size: int) -> Int[Array, ""]:
+    """Trips of the loop: enough for the longest request of the batch."""
+    keys = pages_per_chunk(page_size) * page_size
+    return (jnp.max(seq_lens) + keys - 1) // keys
+
+
+def attention(
+    pool: Pool,
+    layer: int,
+    q: Float[Array, "B T N H"],
+    block_tables: Int[Array, "B W"],
+    seq_lens: Int[Array, "B"],
+    positions: Int[Array, "B T"] | None = None,
+) -> Float[Array, "B T N H"]:
+    """Every query sees keys 0 to seq_len - 1 of its request; with `positions` only those up to its own (causal).
+
+    Scale is H^-0.5. A request of seq_len 0 gets zeros. Rows of the pool from seq_len on may hold NaN.
+    """
+    return _attention(pool, layer, q, block_tables, seq_lens, positions)[0]
+
+
+def _attention(pool, layer, q, block_tables, seq_lens, positions):
+    """`attention` and the number of trips its loop made."""
+    B, T, N, H = q.shape
+    K, page_size = pool.shape[4], pool.shape[3]
+    width = pages_per_chunk(page_size)
+    accum = accum_dtype(q.dtype)
+    q = q.reshape(B, T, K, N // K, H)
+    trips = num_chunks(seq_lens, page_size)
+
+    def read_chunk(carry):
+        chunk, running_max, total, out = carry
+        pages = lax.dynamic_slice_in_dim(block_tables, chunk * width, width, axis=1)
+        k, v = gather_pages(pool, layer, pages)
+        keys = chunk * width * page_size + jnp.arange(width * page_size, dtype=seq_lens.dtype)
+        live = keys < seq_lens[:, None]
+        visible = live[:, None, :] if positions is None else live[:, None, :] & (keys <= positions[..., None])
+        visible = visible[:, None, None]  # [B, 1, 1, T or 1, S]
+        # A masked score still multiplies its value by 0, and 0 x NaN is NaN: select the values too.
+        v = jnp.where(live[:, :, None, None], v, 0)
+        scores = accum_einsum("btkgh,bskh->bkgts", q, k) * H**-0.5
+        scores = jnp.where(visible, scores, -jnp.inf)
+        new_max = jnp.maximum(running_max, jnp.max(scores, axis=-1))
+        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+        shift = jnp.where(new_max == -jnp.inf, 0, new_max)
+        weights = jnp.exp(scores - shift[..., None])
+        decay = jnp.exp(running_max - shift)
+        total = total * decay + jnp.sum(weights, axis=-1)
+        read = accum_einsum("bkgts,bskh->bkgth", store(weights, q.dtype), v)
+        return chunk + 1, new_max, total, out * decay[..., None] + read
+
+    rows = (B, K, N // K, T)
+    zeros = jnp.zeros(rows, accum)
+    start = (jnp.zeros_like(trips), zeros - jnp.inf, zeros, jnp.zeros((*rows, H), accum))
+    with jax.named_scope("attend"):
+        trip, _, total, out = lax.while_loop(lambda carry: carry[0] < trips, read_chunk, start)
+        out = out / jnp.where(total == 0, 1, total)[..., None]
+        return store(jnp.moveaxis(out, 3, 1).reshape(B, T, N, H), q.dtype), trip

@@ -1,0 +1,139 @@
+"""The DFlash drafter: target features to context K/V, and one non-causal pass over [anchor, mask x K] per request.
+
+B requests, T query rows of one request, C context rows of a batch, E target feature layers, D model width, L draft
+layers, K KV heads, H head dim, V vocabulary.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jax_dflash.config import DraftConfig, load_draft_config
+from jax_dflash.layers import LayerWeights, Pool, apply_rope, decoder_layer, rms_norm, rope_table
+from jax_dflash.modules import DecoderLayer, Weight, from_tensors, tensors
+from jax_dflash.names import draft_tensors
+from jax_dflash.numerics import accum_einsum, linear
+from jax_dflash.weights import load_tensors, pack_layers, unpack_layers
+
+Attend = Callable[[Pool, int, Array, Array, Array], tuple[Pool, Array]]
+
+
+class Drafter(nnx.Module):
+    """The parameters of a drafter under their checkpoint names. Embedding and LM head are the target's."""
+
+    def __init__(self, config: DraftConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
+        g, kw = config.geometry, {"rngs": rngs, "dtype": dtype}
+        self.fc = Weight(g.hidden_size, config.feature_size, **kw)
+        self.hidden_norm = Weight(g.hidden_size, **kw)
+        self.layers = nnx.List([DecoderLayer(g, **kw) for _ in range(g.num_layers)])
+        self.norm = Weight(g.hidden_size, **kw)
+
+
+def load_drafter(directory: str | Path, dtype: jnp.dtype | None = None) -> tuple[DraftConfig, Drafter]:
+    """A published checkpoint folder; tensors as stored, or converted to `dtype`. Raises InputError."""
+    config = load_draft_config(directory)
+    return config, from_tensors(Drafter, config, load_tensors(directory, draft_tensors(config), dtype))
+
+
+class DraftWeights(NamedTuple):
+    """What a program takes. `context_kv [L 2 K H, D]` is every layer's K and V projection, layer by layer, K before V."""
+
+    fc: Array
+    hidden_norm: Array
+    context_kv: Array
+    context_k_norm: Array
+    layers: tuple[LayerWeights, ...]
+    norm: Array
+    embed_tokens: Array
+    lm_head: Array
+
+
+def pack(values: dict[str, Array], config: DraftConfig, embed_tokens: Array, lm_head: Array, shards: int = 1) -> DraftWeights:
+    """The canonical tree (checkpoint names) and the target's embedding and head as the few arrays that programs take."""
+    layers = range(config.geometry.num_layers)
+    kv = [values[f"layers.{i}.self_attn.{p}_proj.weight"] for i in layers for p in "kv"]
+    return DraftWeights(
+        fc=values["fc.weight"],
+        hidden_norm=values["hidden_norm.weight"],
+        context_kv=jnp.concatenate(kv),
+        context_k_norm=jnp.stack([values[f"layers.{i}.self_attn.k_norm.weight"] for i in layers]),
+        layers=pack_layers(values, config.geometry, shards=shards),
+        norm=values["norm.weight"],
+        embed_tokens=embed_tokens,
+        lm_head=lm_head,
+    )
+
+
+def unpack(weights: DraftWeights, config: DraftConfig, shards: int = 1) -> dict[str, Array]:
+    """The inverse of `pack`: the canonical tree."""
+    return {
+        "fc.weight": weights.fc,
+        "hidden_norm.weight": weights.hidden_norm,
+        "norm.weight": weights.norm,
+        **unpack_layers(weights.layers, config.geometry, shards=shards),
+    }
+
+
+def pack_drafter(drafter: Drafter, config: DraftConfig, embed_tokens: Array, lm_head: Array) -> DraftWeights:
+    """`pack` of a module's parameters."""
+    return pack(tensors(drafter), config, embed_tokens, lm_head)
+
+
+def combine_hidden_states(weights: DraftWeights, features_CF: Float[Array, "C F"]) -> Float[Array, "C D"]:
+    """The target's hidden states at all taps, side by side (F = E D_target), through fc; no norm."""
+    with jax.named_scope("combine"):
+        return linear(features_CF, weights.fc)
+
+
+def precompute_context_kv(
+    weights: DraftWeights, config: DraftConfig, x_CD: Float[Array, "C D"], positions_C: Int[Array, "C"]
+) -> Float[Array, "L 2 C K H"]:
+    """K and V of every layer from combined states: hidden_norm, one product, per-layer K norm, RoPE; V is raw."""
+    g = config.geometry
+    with jax.named_scope("context_kv"):
+        y = rms_norm(x_CD, weights.hidden_norm, g.rms_norm_eps)
+        kv = linear(y, weights.context_kv).reshape(-1, g.num_layers, 2, g.num_kv_heads, g.head_dim)
+        k_LCKH, v_LCKH = jnp.moveaxis(kv, 0, 2).swapaxes(0, 1)
+        k_norm = jax.vmap(lambda k, weight: rms_norm(k, weight, g.rms_norm_eps))
+        k_LCKH = apply_rope(k_norm(k_LCKH, weights.context_k_norm), rope_table(positions_C, g, x_CD.dtype))
+        return jnp.stack([k_LCKH, v_LCKH], axis=1)
+
+
+def query_forward(
+    weights: DraftWeights,
+    config: DraftConfig,
+    pool: Pool,
+    x_BTD: Float[Array, "B T D"],
+    positions_BT: Int[Array, "B T"],
+    attend: Attend,
+) -> tuple[Pool, Float[Array, "B T D"]]:
+    """The block's rows through all layers and the final norm.
+
+    `attend(pool, layer, q, k, v) -> (pool, o)` stores the block's K/V and then reads context and block; it is all that
+    differs between pages, kernels and the training mask.
+    """
+    table = rope_table(positions_BT, config.geometry, x_BTD.dtype)
+    for layer, layer_weights in enumerate(weights.layers):
+        with jax.named_scope(f"layers.{layer}"):
+
+            def attend_layer(pool, q, k, v, layer=layer):
+                return attend(pool, layer, q, k, v)
+
+            pool, x_BTD = decoder_layer(layer_weights, config.geometry, pool, x_BTD, table, attend_layer)
+    return pool, rms_norm(x_BTD, weights.norm, config.geometry.rms_norm_eps)
+
+
+def embed(weights: DraftWeights, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+    """Rows of the embedding that drafter and target share."""
+    return weights.embed_tokens[ids]
+
+
+def compute_logits(weights: DraftWeights, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
+    """The target's LM head, in the accumulation dtype."""
+    with jax.named_scope("lm_head"):
+        return accum_einsum("...d,vd->...v", hidden, weights.lm_head)

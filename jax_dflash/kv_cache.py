@@ -1,0 +1,48 @@
+"""The paged pool: one array `[L, 2, P, page, K, H]` of all layers' keys (0) and values (1).
+
+P and page flatten for free, so a slot is a row: slot = page_id * page_size + offset. Page 0 is the null page: block
+tables are filled with it and nothing is ever written there. Slot -1 is PAD: the row writes nothing.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jax_dflash.config import Geometry
+
+Pool = Float[Array, "L 2 P page K H"]
+
+
+def pool_shape(geometry: Geometry, num_pages: int, page_size: int) -> tuple[int, ...]:
+    """The pool's shape; page 0, the null page, is one of `num_pages`."""
+    return (geometry.num_layers, 2, num_pages, page_size, geometry.num_kv_heads, geometry.head_dim)
+
+
+def _rows(slots: Int[Array, "S"], num_rows: int) -> Array:
+    """PAD slots as distinct rows past the end, which a scatter drops. -1 itself would wrap to the last row."""
+    return jnp.where(slots < 0, num_rows + jnp.arange(slots.shape[0], dtype=slots.dtype), slots)
+
+
+def store_context(pool: Pool, kv_L2CKH: Float[Array, "L 2 C K H"], slots: Int[Array, "C"]) -> Pool:
+    """Write all layers' context K/V at their slots in one scatter."""
+    flat = pool.reshape(*pool.shape[:2], -1, *pool.shape[4:])
+    rows = _rows(slots, flat.shape[2])
+    with jax.named_scope("store_context"):
+        return flat.at[:, :, rows].set(kv_L2CKH, mode="drop", unique_indices=True).reshape(pool.shape)
+
+
+def store_layer(
+    pool: Pool, layer: int, k: Float[Array, "S K H"], v: Float[Array, "S K H"], slots: Int[Array, "S"]
+) -> Pool:
+    """Write one layer's K/V at their slots."""
+    flat = pool.reshape(*pool.shape[:2], -1, *pool.shape[4:])
+    rows = _rows(slots, flat.shape[2])
+    with jax.named_scope("store"):
+        return flat.at[layer, :, rows].set(jnp.stack([k, v], axis=1), mode="drop", unique_indices=True).reshape(pool.shape)
+
+
+def gather_pages(pool: Pool, layer: int, pages: Int[Array, "B W"]) -> tuple[Array, Array]:
+    """One layer's keys and values of these pages, each `[B, W * page, K, H]`. Page ids must be in range."""
+    kv = pool.at[layer, :, pages].get(mode="promise_in_bounds")  # [B, W, 2, page, K, H]
+    k, v = kv[:, :, 0], kv[:, :, 1]
+    return (a.reshape(pages.shape[0], -1, *pool.shape[4:]) for a in (k, v))

@@ -1,0 +1,87 @@
+"""One Qwen3 decoder layer as pure functions; drafter and target share it.
+
+B requests, T rows of one request, D model width, N query heads, K KV heads, H head dim, F MLP width.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jax_dflash.config import Geometry
+from jax_dflash.numerics import accum_dtype, linear, store, to_accum
+
+Pool = TypeVar("Pool")
+
+
+class LayerWeights(NamedTuple):
+    """One layer as few arrays: `qkv [(N+2K)H, D]`, `o_proj [D, NH]`, `gate_up [2F, D]`, `down [D, F]` and
+    `norms [2D+2H]`, which holds input, post-attention, query and key norm end to end."""
+
+    norms: Array
+    qkv: Array
+    o_proj: Array
+    gate_up: Array
+    down: Array
+
+
+def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
+    """x / sqrt(mean(x^2) + eps) * weight, rounded once after the weight (Zhang & Sennrich 2019)."""
+    y = to_accum(x)
+    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return store(y * to_accum(weight), x.dtype)
+
+
+def rope_table(positions: Int[Array, "..."], geometry: Geometry, dtype: jnp.dtype) -> tuple[Array, Array]:
+    """cos and sin `[..., H/2]` in the accumulation dtype. The frequencies theta^(-2j/H) (Su et al. 2021) are computed in
+    float64 and rounded once, so that no framework's own pow decides the angle at a large position."""
+    accum = accum_dtype(dtype)
+    inv_freq = geometry.rope_theta ** -(np.arange(0, geometry.head_dim, 2, dtype=np.float64) / geometry.head_dim)
+    angles = positions[..., None].astype(accum) * jnp.asarray(inv_freq, accum)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x: Float[Array, "... A H"], table: tuple[Array, Array]) -> Float[Array, "... A H"]:
+    """Rotate channel j with channel j + H/2 (the half-split layout); the table has no head axis."""
+    cos, sin = (t[..., None, :] for t in table)
+    a, b = jnp.split(to_accum(x), 2, axis=-1)
+    return store(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1), x.dtype)
+
+
+def swiglu(gate_up: Float[Array, "... 2F"]) -> Float[Array, "... F"]:
+    """silu(gate) * up, rounded once."""
+    gate, up = jnp.split(to_accum(gate_up), 2, axis=-1)
+    return store(gate * jax.nn.sigmoid(gate) * up, gate_up.dtype)
+
+
+def decoder_layer(
+    weights: LayerWeights,
+    geometry: Geometry,
+    pool: Pool,
+    x: Float[Array, "B T D"],
+    table: tuple[Array, Array],
+    attend: Callable[[Pool, Array, Array, Array], tuple[Pool, Array]],
+) -> tuple[Pool, Float[Array, "B T D"]]:
+    """Attention and MLP with their residuals. `attend(pool, q, k, v) -> (pool, o)` stores K/V and reads them."""
+    D, H, N, K = geometry.hidden_size, geometry.head_dim, geometry.num_heads, geometry.num_kv_heads
+    input_norm, post_norm, q_norm, k_norm = jnp.split(weights.norms, [D, 2 * D, 2 * D + H])
+    with jax.named_scope("attention"):
+        qkv = linear(rms_norm(x, input_norm, geometry.rms_norm_eps), weights.qkv)
+        q, k, v = jnp.split(qkv.reshape(*x.shape[:-1], N + 2 * K, H), [N, N + K], axis=-2)
+        q = apply_rope(rms_norm(q, q_norm, geometry.rms_norm_eps), table)
+        k = apply_rope(rms_norm(k, k_norm, geometry.rms_norm_eps), table)
+        pool, o = attend(pool, q, k, v)
+        x = add(x, linear(o.reshape(*x.shape[:-1], N * H), weights.o_proj))
+    with jax.named_scope("mlp"):
+        y = rms_norm(x, post_norm, geometry.rms_norm_eps)
+        x = add(x, linear(swiglu(linear(y, weights.gate_up)), weights.down))
+    return pool, x
+
+
+def add(x: Array, y: Array) -> Array:
+    """The residual add, rounded once."""
+    return store(to_accum(x) + to_accum(y), x.dtype)

@@ -1,0 +1,57 @@
+"""flax.nnx modules that hold parameters under the checkpoint's own names. The maths lives in `layers.py`, `drafter.py`
+and `target.py` as functions of packed arrays; nothing here computes."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from jax_dflash.config import Geometry
+
+
+class Weight(nnx.Module):
+    """One parameter called `weight`: a matrix `[out, in]` drawn at scale `std`, or a norm's vector of ones."""
+
+    def __init__(self, *shape: int, std: float = 0.02, rngs: nnx.Rngs, dtype: jnp.dtype):
+        value = jnp.ones(shape, dtype) if len(shape) == 1 else jax.random.normal(rngs.params(), shape, dtype) * std
+        self.weight = nnx.Param(value.astype(dtype))
+
+
+class SelfAttention(nnx.Module):
+    def __init__(self, g: Geometry, **kw):
+        self.q_proj = Weight(g.num_heads * g.head_dim, g.hidden_size, **kw)
+        self.k_proj = Weight(g.num_kv_heads * g.head_dim, g.hidden_size, **kw)
+        self.v_proj = Weight(g.num_kv_heads * g.head_dim, g.hidden_size, **kw)
+        self.o_proj = Weight(g.hidden_size, g.num_heads * g.head_dim, **kw)
+        self.q_norm = Weight(g.head_dim, **kw)
+        self.k_norm = Weight(g.head_dim, **kw)
+
+
+class MLP(nnx.Module):
+    def __init__(self, g: Geometry, **kw):
+        self.gate_proj = Weight(g.intermediate_size, g.hidden_size, **kw)
+        self.up_proj = Weight(g.intermediate_size, g.hidden_size, **kw)
+        self.down_proj = Weight(g.hidden_size, g.intermediate_size, **kw)
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, g: Geometry, **kw):
+        self.input_layernorm = Weight(g.hidden_size, **kw)
+        self.self_attn = SelfAttention(g, **kw)
+        self.post_attention_layernorm = Weight(g.hidden_size, **kw)
+        self.mlp = MLP(g, **kw)
+
+
+def tensors(module: nnx.Module) -> dict[str, Array]:
+    """The parameters under their checkpoint names, torch layout: the canonical tree."""
+    state = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    return {".".join(map(str, path)): param[...] for path, param in state}
+
+
+def from_tensors(module_class: type, config, values: dict[str, Array]) -> nnx.Module:
+    """A module over these arrays, without drawing any. The names must be exactly the module's."""
+    dtype = next(iter(values.values())).dtype
+    abstract = nnx.eval_shape(lambda: module_class(config, rngs=nnx.Rngs(0), dtype=dtype))
+    graphdef, state = nnx.split(abstract)
+    leaves = {path: param.replace(values[".".join(map(str, path))]) for path, param in nnx.to_flat_state(state)}
+    return nnx.merge(graphdef, nnx.from_flat_state(leaves))

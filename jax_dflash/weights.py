@@ -1,0 +1,86 @@
+"""Checkpoints to and from disk, and the canonical tree to and from the few arrays that programs take."""
+
+import os
+from pathlib import Path
+
+import jax.numpy as jnp
+from jaxtyping import Array
+from safetensors import SafetensorError, safe_open
+from safetensors.flax import save_file
+
+from jax_dflash.config import Geometry, InputError
+from jax_dflash.layers import LayerWeights
+from jax_dflash.names import Shapes, check_tensors, checkpoint_files
+
+FLOAT_KINDS = ("BF16", "F16", "F32", "F64")
+
+
+def load_tensors(directory: str | Path, expected: Shapes, dtype: jnp.dtype | None = None) -> dict[str, Array]:
+    """All tensors of a checkpoint, as stored or converted to `dtype`; faults are InputErrors naming file and tensor."""
+    found, values = [], {}
+    for file in checkpoint_files(directory):
+        try:
+            with safe_open(file, framework="flax") as handle:
+                slices = {name: handle.get_slice(name) for name in handle.keys()}
+                found += [(str(file), name, tuple(s.get_shape())) for name, s in slices.items()]
+                for name in expected.keys() & slices.keys():
+                    if (kind := slices[name].get_dtype()) not in FLOAT_KINDS:
+                        raise InputError(f"{file}: tensor {name} is stored as {kind}, expected one of {FLOAT_KINDS}")
+                    if tuple(slices[name].get_shape()) == expected[name]:
+                        values[name] = handle.get_tensor(name).astype(dtype)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{file}: not a readable safetensors file ({error})") from None
+    check_tensors(found, expected)
+    return {name: values[name] for name in expected}
+
+
+def save_tensors(directory: str | Path, values: dict[str, Array]) -> None:
+    """Write `model.safetensors` whole or not at all: an interrupted save leaves what was there."""
+    target = Path(directory) / "model.safetensors"
+    partial = target.with_suffix(".partial")
+    save_file(dict(values), partial, metadata={"format": "pt"})
+    os.replace(partial, target)
+
+
+def _by_shard(parts: list[Array], shards: int) -> Array:
+    """Rows of several matrices in one: shard 0's share of each part, then shard 1's, and so on."""
+    split = [part.reshape(shards, -1, *part.shape[1:]) for part in parts]
+    return jnp.concatenate(split, axis=1).reshape(-1, *parts[0].shape[1:])
+
+
+def _from_shards(fused: Array, rows: list[int], shards: int) -> list[Array]:
+    split = jnp.split(fused.reshape(shards, -1, *fused.shape[1:]), [sum(rows[:i]) // shards for i in range(1, len(rows))], axis=1)
+    return [part.reshape(-1, *fused.shape[1:]) for part in split]
+
+
+def pack_layers(values: dict[str, Array], geometry: Geometry, prefix: str = "", shards: int = 1) -> tuple[LayerWeights, ...]:
+    """Each layer as `LayerWeights`; with `shards` the fused rows stand shard by shard, so that an even split is right."""
+
+    def pack(layer: int) -> LayerWeights:
+        def get(name):
+            return values[f"{prefix}layers.{layer}.{name}.weight"]
+
+        norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
+        return LayerWeights(
+            norms=jnp.concatenate([get(name) for name in norms]),
+            qkv=_by_shard([get(f"self_attn.{p}_proj") for p in "qkv"], shards),
+            o_proj=get("self_attn.o_proj"),
+            gate_up=_by_shard([get("mlp.gate_proj"), get("mlp.up_proj")], shards),
+            down=get("mlp.down_proj"),
+        )
+
+    return tuple(pack(layer) for layer in range(geometry.num_layers))
+
+
+def unpack_layers(layers: tuple[LayerWeights, ...], geometry: Geometry, prefix: str = "", shards: int = 1) -> dict[str, Array]:
+    """The inverse of `pack_layers`."""
+    D, H, F = geometry.hidden_size, geometry.head_dim, geometry.intermediate_size
+    NH, KH = geometry.num_heads * H, geometry.num_kv_heads * H
+    values = {}
+    for layer, w in enumerate(layers):
+        names = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
+        parts = jnp.split(w.norms, [D, 2 * D, 2 * D + H])
+        names += [f"self_attn.{p}_proj" for p in "qkvo"] + ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+        parts += [*_from_shards(w.qkv, [NH, KH, KH], shards), w.o_proj, *_from_shards(w.gate_up, [F, F], shards), w.down]
+        values |= {f"{prefix}layers.{layer}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
+    return values

@@ -1,0 +1,1 @@
+"""Attention over the paged pool: `dense` is the plain one; every implementation has its signature."""
