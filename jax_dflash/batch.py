@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jax_dflash.config import InputError
+from jax_dflash.config import DraftConfig, InputError
 
 PAD_SLOT = -1
 NULL_PAGE = 0
@@ -41,11 +41,96 @@ class IntsLayout:
         fields["block_tables"] = ints[1 + len(self.PER_REQUEST) * self.num_reqs :].reshape(self.num_reqs, self.table_width)
         return fields
 
+    def pack(self, columns: dict, num_rows: int) -> np.ndarray:
+        """A step's columns (`RequestTable.reserve`), padded to this bucket."""
+        ints = self.empty()
+        ints[0] = num_rows
+        fields = self.unpack(ints)
+        for name in self.PER_REQUEST:
+            fields[name][: len(columns[name])] = columns[name]
+        n, width = columns["block_tables"].shape
+        fields["block_tables"][:n, :width] = columns["block_tables"]
+        return ints
+
     def empty(self) -> np.ndarray:
         """A batch of padded requests only: nothing is stored, every slot is PAD."""
         ints = np.zeros(self.size, np.int32)
         self.unpack(ints)["request_index"][:] = -1
         return ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What is constant over all buckets of an engine; `make` checks it and fills in defaults."""
+
+    draft: DraftConfig
+    num_speculative_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    max_num_batched_tokens: int
+    page_size: int
+    num_pages: int
+    table_width: int
+
+    @classmethod
+    def make(
+        cls,
+        draft: DraftConfig,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_speculative_tokens: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        table_width: int | None = None,
+    ) -> "EngineConfig":
+        """Defaults: K of the drafter's block, room for a verify of every request and 512 rows, pages for max_model_len
+        of every request. Raises InputError."""
+        K = draft.max_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+        if not 1 <= K <= draft.max_speculative_tokens:
+            raise InputError(
+                f"num_speculative_tokens={K}: this drafter's blocks of {draft.block_size} hold an anchor and "
+                f"1 to {draft.max_speculative_tokens} drafts"
+            )
+        for name, value in (("max_num_seqs", max_num_seqs), ("page_size", page_size)):
+            if value < 1:
+                raise InputError(f"{name}={value}; pass at least 1")
+        if not K + 1 < max_model_len <= draft.geometry.max_position_embeddings:
+            raise InputError(
+                f"max_model_len={max_model_len}; expected more than a block of {K + 1} and at most the drafter's "
+                f"max_position_embeddings={draft.geometry.max_position_embeddings}"
+            )
+        verify_rows = max_num_seqs * (K + 1)
+        T = max(verify_rows, 512) if max_num_batched_tokens is None else max_num_batched_tokens
+        if T < verify_rows:
+            raise InputError(
+                f"max_num_batched_tokens={T} is less than a verify of {max_num_seqs} requests x {K + 1} rows; "
+                f"pass {verify_rows} or more"
+            )
+        pages_per_request = math.ceil(max_model_len / page_size)
+        return cls(
+            draft=draft,
+            num_speculative_tokens=K,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            max_num_batched_tokens=T,
+            page_size=page_size,
+            num_pages=1 + max_num_seqs * pages_per_request if num_pages is None else num_pages,
+            table_width=pages_per_request if table_width is None else table_width,
+        )
+
+    @property
+    def query_len(self) -> int:
+        """Query rows of a request: the anchor and K masks."""
+        return self.num_speculative_tokens + 1
+
+    def context_rows(self, num_reqs: int) -> int:
+        """Context rows that a step of this bucket stores itself: one full verify per request."""
+        return min(num_reqs * (self.num_speculative_tokens + 1), self.max_num_batched_tokens)
+
+    def layout(self, num_reqs: int) -> IntsLayout:
+        return IntsLayout(num_reqs, self.table_width)
 
 
 class PageAllocator:
@@ -101,22 +186,21 @@ class TargetStep:
 class RequestTable:
     """Live requests, their pages, and the checks before a step: a step that is refused has changed nothing."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, query_len: int, page_size: int, num_pages: int, external_pages: bool):
-        self.max_num_seqs, self.max_model_len, self.query_len = max_num_seqs, max_model_len, query_len
-        self.page_size, self.external_pages = page_size, external_pages
-        self.allocator = PageAllocator(num_pages)
+    def __init__(self, config: EngineConfig, *, external_pages: bool):
+        self.config, self.external_pages = config, external_pages
+        self.allocator = PageAllocator(config.num_pages)
         self.requests: dict = {}
-        self._free_indices = list(range(max_num_seqs - 1, -1, -1))
+        self._free_indices = list(range(config.max_num_seqs - 1, -1, -1))
 
     def add(self, request_id, num_prompt_tokens: int = 0) -> None:
         """Admit a request; it takes pages as its context grows."""
         if request_id in self.requests:
             raise InputError(f"request {request_id!r} is already live; remove it first or pass another id")
         if not self._free_indices:
-            raise InputError(f"{len(self.requests) + 1} requests exceed max_num_seqs={self.max_num_seqs}; pass a larger max_num_seqs")
-        if num_prompt_tokens > self.max_model_len:
+            raise InputError(f"{len(self.requests) + 1} requests exceed max_num_seqs={self.config.max_num_seqs}; pass a larger max_num_seqs")
+        if num_prompt_tokens > self.config.max_model_len:
             raise InputError(
-                f"request {request_id!r}: a prompt of {num_prompt_tokens} tokens exceeds max_model_len={self.max_model_len}; "
+                f"request {request_id!r}: a prompt of {num_prompt_tokens} tokens exceeds max_model_len={self.config.max_model_len}; "
                 "shorten it or pass a larger max_model_len"
             )
         self.requests[request_id] = Request(self._free_indices.pop())
@@ -133,40 +217,39 @@ class RequestTable:
             raise InputError(f"request {request_id!r} is not live; add_request() it first")
         return self.requests[request_id]
 
-    def prepare(self, step: TargetStep, layout: IntsLayout, num_rows: int) -> np.ndarray:
-        """Check a step, reserve its pages, and pack it for a bucket of `layout.num_reqs` requests.
+    def reserve(self, step: TargetStep) -> dict[str, np.ndarray]:
+        """Check a step and reserve its pages: the columns that `IntsLayout.pack` takes.
 
-        `num_rows` context rows are stored by the step itself. Pages cover the accepted context and the block of
-        `query_len` rows after it. Raises InputError before anything has changed.
+        Pages cover the accepted context and the block of `query_len` rows after it. Raises InputError before anything
+        has changed.
         """
         requests = [self._get(request_id) for request_id in step.request_ids]
         columns = {
-            "num_context": step.num_context, "num_rejected": step.num_rejected, "num_sampled": step.num_sampled,
-            "last_sampled": step.last_sampled, "next_prefill": step.next_prefill,
             "start_position": [r.context_len for r in requests] if step.start_position is None else step.start_position,
-        }  # fmt: skip
+            "num_context": step.num_context,
+            "num_rejected": step.num_rejected,
+            "num_sampled": step.num_sampled,
+            "last_sampled": step.last_sampled,
+            "next_prefill": step.next_prefill,
+        }
         columns = {name: np.asarray(value, np.int32) for name, value in columns.items()}
-        n = len(requests)
         self._check(step, requests, columns)
         end = columns["start_position"] + columns["num_context"] - columns["num_rejected"]
-        if not self.external_pages:
-            self._reserve(step, requests, end)
-
-        ints = layout.empty()
-        fields = layout.unpack(ints)
-        for name, value in columns.items():
-            fields[name][:n] = value
-        fields["request_index"][:n] = [r.index for r in requests]
-        ints[0] = num_rows
-        tables = fields["block_tables"]
-        for row, request in enumerate(requests):
-            pages = step.block_tables[row] if self.external_pages else request.pages
-            tables[row, : len(pages)] = pages
-            request.context_len = int(end[row])
-        return ints
+        if self.external_pages:
+            tables = np.asarray(step.block_tables, np.int32)
+        else:
+            self._reserve_pages(requests, end)
+            tables = np.zeros((len(requests), max(len(r.pages) for r in requests)), np.int32)
+            for row, request in enumerate(requests):
+                tables[row, : len(request.pages)] = request.pages
+        for request, context_len in zip(requests, end, strict=True):
+            request.context_len = int(context_len)
+        return columns | {"request_index": np.array([r.index for r in requests], np.int32), "block_tables": tables}
 
     def _check(self, step: TargetStep, requests: list[Request], columns: dict[str, np.ndarray]) -> None:
         n = len(requests)
+        if n == 0:
+            raise InputError("the step holds no request; skip propose() instead")
         if len(set(map(id, requests))) < n:
             raise InputError(f"request_ids {list(step.request_ids)} name a request twice")
         for name, value in columns.items():
@@ -180,13 +263,13 @@ class RequestTable:
                     f"request {request_id!r}: {columns['num_rejected'][row]} of {columns['num_context'][row]} context rows "
                     "rejected; at least one row must count"
                 )
-            if columns["start_position"][row] < 0 or end[row] > self.max_model_len:
+            if columns["start_position"][row] < 0 or end[row] > self.config.max_model_len:
                 raise InputError(
                     f"request {request_id!r}: context positions {columns['start_position'][row]} to {end[row] - 1} exceed "
-                    f"max_model_len={self.max_model_len}; pass a larger max_model_len or end the request"
+                    f"max_model_len={self.config.max_model_len}; pass a larger max_model_len or end the request"
                 )
         if self.external_pages:
-            width = self.num_pages_for(self.max_model_len)
+            width = self.num_pages_for(self.config.max_model_len)
             shape = np.shape(step.block_tables)
             if len(shape) != 2 or shape[0] != n or shape[1] > width:
                 raise InputError(f"block_tables has shape {list(shape)}, expected [{n}, at most {width}]")
@@ -194,17 +277,17 @@ class RequestTable:
                 raise InputError(f"block_tables holds page ids outside 0 to {self.allocator.num_pages - 1}")
 
     def num_pages_for(self, num_tokens: int) -> int:
-        return math.ceil(num_tokens / self.page_size)
+        return math.ceil(num_tokens / self.config.page_size)
 
-    def _reserve(self, step: TargetStep, requests: list[Request], end: np.ndarray) -> None:
+    def _reserve_pages(self, requests: list[Request], end: np.ndarray) -> None:
         """Give every request the pages of its context and block, or none to anybody."""
         needed = [
-            max(0, self.num_pages_for(min(int(e) + self.query_len, self.max_model_len)) - len(r.pages))
+            max(0, self.num_pages_for(min(int(e) + self.config.query_len, self.config.max_model_len)) - len(r.pages))
             for r, e in zip(requests, end, strict=True)
         ]
         if sum(needed) > self.allocator.num_free:
             raise InputError(
-                f"the step needs {sum(needed)} more pages of {self.page_size} tokens, {self.allocator.num_free} are free; "
+                f"the step needs {sum(needed)} more pages of {self.config.page_size} tokens, {self.allocator.num_free} are free; "
                 "remove a request or pass a larger num_pages"
             )
         for request, count in zip(requests, needed, strict=True):

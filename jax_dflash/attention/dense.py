@@ -15,15 +15,20 @@ from jax_dflash.numerics import accum_dtype, accum_einsum, store
 CHUNK_KEYS = 256
 
 
-def pages_per_chunk(page_size: int) -> int:
-    """Pages that one trip of the loop reads; block tables are a whole number of chunks wide."""
-    return max(1, CHUNK_KEYS // page_size)
+def chunk_pages(table_width: int, page_size: int) -> int:
+    """Pages that one trip of the loop reads."""
+    return min(max(1, CHUNK_KEYS // page_size), table_width)
 
 
-def num_chunks(seq_lens: Int[Array, "B"], page_size: int) -> Int[Array, ""]:
+def padded_width(num_pages: int, page_size: int) -> int:
+    """The width of a block table for `num_pages` pages: a whole number of chunks."""
+    width = chunk_pages(num_pages, page_size)
+    return -(-num_pages // width) * width
+
+
+def num_chunks(seq_lens: Int[Array, "B"], chunk_keys: int) -> Int[Array, ""]:
     """Trips of the loop: enough for the longest request of the batch."""
-    keys = pages_per_chunk(page_size) * page_size
-    return (jnp.max(seq_lens) + keys - 1) // keys
+    return (jnp.max(seq_lens) + chunk_keys - 1) // chunk_keys
 
 
 def attention(
@@ -45,10 +50,12 @@ def _attention(pool, layer, q, block_tables, seq_lens, positions):
     """`attention` and the number of trips its loop made."""
     B, T, N, H = q.shape
     K, page_size = pool.shape[4], pool.shape[3]
-    width = pages_per_chunk(page_size)
+    width = chunk_pages(block_tables.shape[1], page_size)
+    if block_tables.shape[1] % width:
+        raise ValueError(f"block tables of width {block_tables.shape[1]} are not whole chunks of {width} pages")
     accum = accum_dtype(q.dtype)
     q = q.reshape(B, T, K, N // K, H)
-    trips = num_chunks(seq_lens, page_size)
+    trips = num_chunks(seq_lens, width * page_size)
 
     def read_chunk(carry):
         chunk, running_max, total, out = carry

@@ -1,0 +1,93 @@
+"""The command line: one verb per job. Bad input is one line on stderr and exit code 2."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jax_dflash.config import InputError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+ASSETS = Path(__file__).parent / "assets"
+
+
+@app.callback()
+def verbs() -> None:
+    """DFlash speculative drafting in JAX, and its PyTorch reference."""
+
+
+@app.command()
+def compare(
+    checkpoint: Annotated[str, typer.Option(help="Drafter folder, or 'builtin'.")] = "builtin",
+    target: Annotated[str | None, typer.Option(help="Target folder; needed unless the pair is builtin.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or gpu; default gpu where there is one.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    num_speculative_tokens: Annotated[int | None, typer.Option(help="Drafts per request; default all of a block.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests in one step at most.")] = 8,
+    max_model_len: Annotated[int, typer.Option(help="Positions of a request at most.")] = 1024,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line only.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.")] = None,
+) -> None:
+    """Draft in JAX and PyTorch in lockstep on real text: the same tokens? how fast is each?"""
+    if dtype not in ("float32", "bfloat16"):
+        raise InputError(f"--dtype {dtype!r}: pass float32 or bfloat16")
+    if checkpoint != "builtin" and target is None:
+        raise InputError("--checkpoint needs the drafter's own target too; pass --target DIR")
+    device = select_device(device)
+    from jax_dflash import compare as job_module
+
+    job = job_module.CompareJob(
+        checkpoint=ASSETS / "builtin" / "drafter" if checkpoint == "builtin" else Path(checkpoint),
+        target=ASSETS / "builtin" / "target" if target in (None, "builtin") else Path(target),
+        pair=checkpoint if checkpoint == "builtin" else Path(checkpoint).name,
+        device=device,
+        dtype=dtype,
+        num_speculative_tokens=num_speculative_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+    )
+    result = job_module.compare(job)
+    if not as_json:
+        from rich.console import Console
+
+        console = Console()
+        console.print(job_module.table(result))
+        for line in job_module.summary(result):
+            console.print(line, highlight=False)
+    if out is not None:
+        out.write_text(json.dumps(result) + "\n")
+    print(json.dumps(result))
+    if not result["ok"]:
+        raise typer.Exit(1)
+
+
+def select_device(device: str | None) -> str:
+    """cpu or gpu, told to JAX before its first array. Raises InputError for a GPU that is not there."""
+    if device not in (None, "cpu", "gpu"):
+        raise InputError(f"--device {device!r}: pass cpu or gpu")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch is in this process too
+    import jax
+    import torch
+
+    if device is None:
+        device = "gpu" if torch.cuda.is_available() and jax.default_backend() == "gpu" else "cpu"
+    if device == "gpu" and not torch.cuda.is_available():
+        raise InputError("--device gpu: PyTorch sees no CUDA device here; pass --device cpu")
+    jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[device])
+    try:
+        jax.devices()
+    except RuntimeError:
+        raise InputError("--device gpu: JAX sees no CUDA device here; install jax[cuda13] or pass --device cpu") from None
+    return device
+
+
+def main() -> None:
+    """Run a verb; an InputError ends in one line and exit code 2."""
+    try:
+        app()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

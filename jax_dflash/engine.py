@@ -1,0 +1,183 @@
+"""DraftEngine: requests in, draft tokens out. What a researcher imports.
+
+    config, drafter = load_drafter(path)
+    engine = DraftEngine(config, pack_drafter(drafter, config, embed_tokens, lm_head), max_num_seqs=8, max_model_len=2048)
+    engine.capture()
+    engine.add_request("a", num_prompt_tokens=100)
+    tokens = engine.propose(TargetStep(...), features)      # [n, K]
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+
+from jax_dflash.attention.dense import padded_width
+from jax_dflash.batch import EngineConfig, RequestTable, TargetStep
+from jax_dflash.buckets import BatchDescriptor, BucketLadder, GraphMode
+from jax_dflash.config import DraftConfig, InputError
+from jax_dflash.draft_step import zero_state
+from jax_dflash.drafter import DraftWeights
+from jax_dflash.programs import Programs, forbid_compiles
+
+
+class DraftEngine:
+    """The draft pool, its pages, and the captured programs behind one call per target step.
+
+    Args:
+        config: the drafter.
+        weights: `pack_drafter(...)`; their dtype is the engine's.
+        max_num_seqs: requests in one step at most.
+        max_model_len: positions of a request at most; programs are captured for it, cost follows the live length.
+        num_speculative_tokens: drafts K per request; default the drafter's block_size - 1.
+        max_num_batched_tokens: rows of a target step at most; default fits a verify of all requests and 512.
+        page_size, num_pages: the pool; by default every request can grow to max_model_len.
+        ladder: request buckets; default `BucketLadder.without_holes`.
+        strict: raise where no bucket fits instead of compiling an eager program.
+        external_pages: the caller passes block tables in each step (page 0 is the null page), as vLLM does.
+        context_in_program: False stores context K/V by programs of its own, before the step.
+        taps: programs also return the values of `taps.TAPS`, kept in `last_taps`.
+        compiler_options: XLA options over those of `numerics.COMPILER_OPTIONS`.
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        weights: DraftWeights,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_speculative_tokens: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        ladder: BucketLadder | None = None,
+        strict: bool = False,
+        external_pages: bool = False,
+        context_in_program: bool = True,
+        taps: bool = False,
+        compiler_options: dict[str, Any] | None = None,
+    ):
+        self.config = EngineConfig.make(
+            config,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            num_speculative_tokens=num_speculative_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
+            page_size=page_size,
+            num_pages=num_pages,
+            table_width=padded_width(-(-max_model_len // page_size), page_size),
+        )
+        self.ladder = ladder or BucketLadder.without_holes(max_num_seqs=max_num_seqs, query_len=self.config.query_len)
+        self.requests = RequestTable(self.config, external_pages=external_pages)
+        self.programs = Programs(
+            self.config,
+            self.ladder,
+            weights,
+            context_in_program=context_in_program,
+            taps=taps,
+            compiler_options=compiler_options,
+        )
+        self.strict = strict
+        self.state = zero_state(self.config, self.programs.dtype)
+        self.captured = False
+        self.eager_compiles = 0
+        self.last_taps: dict[str, jax.Array] | None = None
+
+    def capture(self, *, progress: bool = True) -> None:
+        """Compile and warm up every bucket, largest first. The pool keeps its bits."""
+        self.state = self._donate(lambda state: self.programs.capture(state, progress=progress))
+        self.captured = True
+
+    def add_request(self, request_id, num_prompt_tokens: int = 0) -> None:
+        """Admit a request. Raises InputError past max_num_seqs or max_model_len."""
+        self.requests.add(request_id, num_prompt_tokens)
+
+    def remove_request(self, request_id) -> None:
+        """Forget a request and free its pages."""
+        self.requests.remove(request_id)
+
+    def propose(self, step: TargetStep, features: Float[np.ndarray | jax.Array, "M F"]) -> Int[np.ndarray, "n K"]:
+        """K draft tokens for each request of the step, in its order; waits for them.
+
+        `features` are the target's hidden states at the drafter's taps for all rows of the step, request by request:
+        numpy of exactly the step's rows, or a device array that the target padded to a row bucket. Raises InputError,
+        before anything has changed, for a step that cannot run.
+        """
+        return np.asarray(self.propose_padded(step, features))[: len(step.request_ids)]
+
+    def propose_padded(self, step: TargetStep, features: Float[np.ndarray | jax.Array, "M F"]) -> Int[jax.Array, "N K"]:
+        """As `propose` without waiting: the bucket's device array, whose rows past the step's requests mean nothing."""
+        if not self.captured:
+            raise InputError("the engine has no programs yet; call capture() first")
+        descriptor = self._dispatch(len(step.request_ids))
+        own_rows = self.programs.context_rows(descriptor.num_reqs)
+        num_rows = int(np.sum(step.num_context))
+        features, context_bucket = self._stage(features, num_rows, own_rows)
+        columns = self.requests.reserve(step)
+        layout = self.config.layout(descriptor.num_reqs)
+        with forbid_compiles("propose()"):
+            if context_bucket is None:
+                ints = layout.pack(columns, num_rows)
+            else:
+                ints = layout.pack(columns, 0)
+                context_ints = self.config.layout(self.config.max_num_seqs).pack(columns, num_rows)
+                context_features, features = features, self.programs.blank_features(own_rows)
+                self.state = self._donate(
+                    lambda state: self.programs.run_context(context_bucket, state, context_features, context_ints)
+                )
+            self.state, tokens, self.last_taps = self._donate(
+                lambda state: self.programs.run_step(descriptor, state, features, ints)
+            )
+        return tokens
+
+    def _dispatch(self, num_reqs: int) -> BatchDescriptor:
+        Q = self.config.query_len
+        if num_reqs > self.config.max_num_seqs:
+            raise InputError(
+                f"{num_reqs} requests exceed max_num_seqs={self.config.max_num_seqs}; pass a larger max_num_seqs"
+            )
+        descriptor = self.ladder.dispatch(num_reqs, num_reqs * Q, Q)
+        if descriptor.mode is GraphMode.NONE and num_reqs not in self.programs.eager and num_reqs:
+            if self.strict:
+                raise InputError(f"no bucket covers {num_reqs} requests; pass another ladder or strict=False")
+            self.programs.compile_eager(num_reqs)
+            self.eager_compiles += 1
+        return descriptor
+
+    def _stage(self, features, num_rows: int, own_rows: int) -> tuple[Any, int | None]:
+        """Features at a row count that some program takes, and that context program's bucket; None for the step's own."""
+        shape, dtype, width = features.shape, self.programs.dtype, self.config.draft.feature_size
+        buckets = self.programs.row_buckets
+        if num_rows > buckets[-1]:
+            raise InputError(f"{num_rows} context rows exceed max_num_batched_tokens={buckets[-1]}; run the target in smaller chunks")
+        if len(shape) != 2 or shape[1] != width:
+            raise InputError(
+                f"features have shape {list(shape)}, expected [rows, {width}]: {len(self.config.draft.target_layer_ids)} "
+                f"target_layer_ids x width {self.config.draft.target_hidden_size}"
+            )
+        if isinstance(features, jax.Array):
+            if features.dtype != dtype:
+                raise InputError(f"features are {features.dtype}, expected {dtype}, the dtype of the drafter's weights")
+            if shape[0] >= num_rows and shape[0] == own_rows:
+                return features, None
+            if shape[0] >= num_rows and shape[0] in buckets:
+                return features, shape[0]
+            raise InputError(
+                f"features on the device have {shape[0]} rows for {num_rows}; pad them in the target to {own_rows} or one of "
+                f"{list(buckets)}, or pass numpy"
+            )
+        if shape[0] != num_rows:
+            raise InputError(f"features have {shape[0]} rows, the step's num_context add up to {num_rows}")
+        rows = own_rows if num_rows <= own_rows else next(size for size in buckets if size >= num_rows)
+        padded = np.zeros((rows, width), dtype)
+        padded[:num_rows] = features
+        return padded, None if rows == own_rows else rows
+
+    def _donate(self, call):
+        """Run a call that consumes the state. If it fails the pool is gone, and the engine says so from then on."""
+        state, self.state = self.state, None
+        if state is None:
+            raise RuntimeError("the engine lost its pool in a step that failed; make a new DraftEngine")
+        return call(state)
