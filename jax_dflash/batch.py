@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jax_dflash.buckets import row_bucket_sizes
 from jax_dflash.config import DraftConfig, InputError
 
 PAD_SLOT = -1
@@ -129,8 +130,39 @@ class EngineConfig:
         """Context rows that a step of this bucket stores itself: one full verify per request."""
         return min(num_reqs * (self.num_speculative_tokens + 1), self.max_num_batched_tokens)
 
+    @property
+    def row_buckets(self) -> tuple[int, ...]:
+        """Row counts at which context is stored apart from a step."""
+        return row_bucket_sizes(self.max_num_batched_tokens)
+
     def layout(self, num_reqs: int) -> IntsLayout:
         return IntsLayout(num_reqs, self.table_width)
+
+    def padded_rows(self, shape: Sequence[int], num_rows: int, own_rows: int, *, on_device: bool) -> int:
+        """The row count at which features of this shape run: the step's own if `num_rows` fit, else a row bucket.
+
+        A device array must have that shape already, numpy exactly `num_rows` rows. Raises InputError.
+        """
+        draft, buckets = self.draft, self.row_buckets
+        if num_rows > buckets[-1]:
+            raise InputError(
+                f"{num_rows} context rows exceed max_num_batched_tokens={buckets[-1]}; run the target in smaller chunks"
+            )
+        if len(shape) != 2 or shape[1] != draft.feature_size:
+            raise InputError(
+                f"features have shape {list(shape)}, expected [rows, {draft.feature_size}]: "
+                f"{len(draft.target_layer_ids)} target_layer_ids x width {draft.target_hidden_size}"
+            )
+        if on_device:
+            if shape[0] < num_rows or shape[0] not in (own_rows, *buckets):
+                raise InputError(
+                    f"features on the device have {shape[0]} rows for {num_rows}; pad them in the target to {own_rows} "
+                    f"or one of {list(buckets)}, or pass numpy"
+                )
+            return shape[0]
+        if shape[0] != num_rows:
+            raise InputError(f"features have {shape[0]} rows, the step's num_context add up to {num_rows}")
+        return own_rows if num_rows <= own_rows else next(size for size in buckets if size >= num_rows)
 
 
 class PageAllocator:

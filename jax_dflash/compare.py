@@ -23,6 +23,7 @@ from rich.table import Table
 from jax_dflash import drafter as jax_drafter
 from jax_dflash import excerpts, numerics
 from jax_dflash import target as jax_target
+from jax_dflash.batch import PAD_SLOT
 from jax_dflash.buckets import GraphMode
 from jax_dflash.config import InputError, check_pair, load_draft_config, load_target_config
 from jax_dflash.engine import DraftEngine
@@ -206,10 +207,11 @@ def _compare_step(tally: Tally, job: CompareJob, drafters: Drafters, event: Loop
     theirs = {name: torch_numerics.to_numpy(value) for name, value in drafters.torch.last_taps.items()}
     exact = {name: torch_numerics.to_numpy(value) for name, value in drafters.oracle.last_taps.items()}
     num_rows = int(np.sum(step.num_context))
+    if np.any(ours["context_slots"][num_rows:] != PAD_SLOT):
+        tally.fault(f"padded context rows of a bucket of {bucket} requests have slots")
     for tap in TAPS:
         if tap.name not in ours or tap.name not in theirs:
-            if (tap.name in ours) != (tap.name in theirs):
-                tally.fault(f"tap {tap.name} is missing on one side")
+            tally.fault(f"tap {tap.name} is missing on one side")
             continue
         a, b = live_part(tap.name, ours[tap.name], n, num_rows), live_part(tap.name, theirs[tap.name], n, num_rows)
         if tap.kind == "int":
@@ -223,9 +225,8 @@ def _compare_step(tally: Tally, job: CompareJob, drafters: Drafters, event: Loop
 
 
 def live_part(name: str, value: np.ndarray, num_reqs: int, num_rows: int) -> np.ndarray:
-    """The entries of a tap that belong to live requests and rows; what padding holds is nobody's business but
-    integers', which are compared whole."""
-    if name == "combined":
+    """The entries of a tap that belong to live requests and rows. Integers of padded requests are compared too."""
+    if name in ("combined", "context_positions", "context_slots"):
         return value[:num_rows]
     if name == "context_kv":
         return value[:, :, :num_rows]
@@ -257,7 +258,7 @@ def _compare_pools(tally: Tally, job: CompareJob, drafters: Drafters) -> None:
     ours, theirs = np.asarray(drafters.jax.state.pool), torch_numerics.to_numpy(drafters.torch.state.pool)
     page_size = drafters.jax.config.page_size
     for request in drafters.jax.requests.requests.values():
-        slots = np.array(request.pages)[:, None] * page_size + np.arange(page_size)
+        slots = np.array(request.pages, np.int32)[:, None] * page_size + np.arange(page_size)
         rows = slots.reshape(-1)[: request.context_len]
         a, b = (pool.reshape(*pool.shape[:2], -1, *pool.shape[4:])[:, :, rows] for pool in (ours, theirs))
         if rows.size:

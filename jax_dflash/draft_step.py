@@ -45,8 +45,11 @@ def context_step(
     """Combine the target's hidden states, make every layer's context K/V, and store them."""
     combined = drafter.combine_hidden_states(weights, features)
     kv = drafter.precompute_context_kv(weights, config.draft, combined, inputs.context_positions)
-    record(taps, "combined", combined)
-    record(taps, "context_kv", kv)
+    context = {
+        "context_positions": inputs.context_positions, "context_slots": inputs.context_slots,
+        "combined": combined, "context_kv": kv,
+    }  # fmt: skip
+    record(taps, context)
     return store_context(pool, kv, inputs.context_slots)
 
 
@@ -65,8 +68,8 @@ def query_step(
     pool, hidden = drafter.query_forward(weights, config.draft, pool, x, positions, attend)
     hidden = hidden[:, 1:]  # the rows of `sample_indices`: all but the anchor's
     logits = drafter.compute_logits(weights, hidden)
-    record(taps, "hidden", hidden)
-    record(taps, "logits", logits)
+    integers = {name: value for name, value in inputs._asdict().items() if not name.startswith("context")}
+    record(taps, integers | {"hidden": hidden, "logits": logits})
     return pool, sampling.greedy(logits)
 
 
@@ -82,8 +85,6 @@ def draft_step(
 ) -> tuple[DraftState, Int[Array, "N K"]]:
     """One draft step of a bucket. C may be 0: then a context program has stored the context."""
     inputs, block_tables = step_inputs(config, ints, num_reqs, features.shape[0])
-    for name, value in inputs._asdict().items():
-        record(taps, name, value)
     pool = state.pool
     if features.shape[0]:
         pool = context_step(config, weights, pool, features, inputs, taps)

@@ -114,23 +114,28 @@ class DraftEngine:
         descriptor = self._dispatch(len(step.request_ids))
         own_rows = self.programs.context_rows(descriptor.num_reqs)
         num_rows = int(np.sum(step.num_context))
-        features, context_bucket = self._stage(features, num_rows, own_rows)
+        features = self._stage(features, num_rows, own_rows)
         columns = self.requests.reserve(step)
         layout = self.config.layout(descriptor.num_reqs)
         with forbid_compiles("propose()"):
-            if context_bucket is None:
-                ints = layout.pack(columns, num_rows)
-            else:
-                ints = layout.pack(columns, 0)
-                context_ints = self.config.layout(self.config.max_num_seqs).pack(columns, num_rows)
-                context_features, features = features, self.programs.blank_features(own_rows)
-                self.state = self._donate(
-                    lambda state: self.programs.run_context(context_bucket, state, context_features, context_ints)
-                )
-            self.state, tokens, self.last_taps = self._donate(
+            taps = {}
+            if features.shape[0] != own_rows:
+                taps = self._store_context(columns, num_rows, features)
+                num_rows, features = 0, self.programs.blank_features(own_rows)
+            ints = layout.pack(columns, num_rows)
+            self.state, tokens, step_taps = self._donate(
                 lambda state: self.programs.run_step(descriptor, state, features, ints)
             )
+        self.last_taps = None if step_taps is None else step_taps | taps
         return tokens
+
+    def _store_context(self, columns: dict[str, np.ndarray], num_rows: int, features) -> dict[str, jax.Array]:
+        """Store all context rows of a step by the program of their row bucket; its taps."""
+        ints = self.config.layout(self.config.max_num_seqs).pack(columns, num_rows)
+        self.state, taps = self._donate(
+            lambda state: self.programs.run_context(features.shape[0], state, features, ints)
+        )
+        return taps or {}
 
     def _dispatch(self, num_reqs: int) -> BatchDescriptor:
         Q = self.config.query_len
@@ -146,34 +151,18 @@ class DraftEngine:
             self.eager_compiles += 1
         return descriptor
 
-    def _stage(self, features, num_rows: int, own_rows: int) -> tuple[Any, int | None]:
-        """Features at a row count that some program takes, and that context program's bucket; None for the step's own."""
-        shape, dtype, width = features.shape, self.programs.dtype, self.config.draft.feature_size
-        buckets = self.programs.row_buckets
-        if num_rows > buckets[-1]:
-            raise InputError(f"{num_rows} context rows exceed max_num_batched_tokens={buckets[-1]}; run the target in smaller chunks")
-        if len(shape) != 2 or shape[1] != width:
-            raise InputError(
-                f"features have shape {list(shape)}, expected [rows, {width}]: {len(self.config.draft.target_layer_ids)} "
-                f"target_layer_ids x width {self.config.draft.target_hidden_size}"
-            )
-        if isinstance(features, jax.Array):
+    def _stage(self, features, num_rows: int, own_rows: int):
+        """Features at a row count that some program takes: a device array as it is, numpy padded."""
+        on_device = isinstance(features, jax.Array)
+        rows = self.config.padded_rows(features.shape, num_rows, own_rows, on_device=on_device)
+        dtype = self.programs.dtype
+        if on_device:
             if features.dtype != dtype:
                 raise InputError(f"features are {features.dtype}, expected {dtype}, the dtype of the drafter's weights")
-            if shape[0] >= num_rows and shape[0] == own_rows:
-                return features, None
-            if shape[0] >= num_rows and shape[0] in buckets:
-                return features, shape[0]
-            raise InputError(
-                f"features on the device have {shape[0]} rows for {num_rows}; pad them in the target to {own_rows} or one of "
-                f"{list(buckets)}, or pass numpy"
-            )
-        if shape[0] != num_rows:
-            raise InputError(f"features have {shape[0]} rows, the step's num_context add up to {num_rows}")
-        rows = own_rows if num_rows <= own_rows else next(size for size in buckets if size >= num_rows)
-        padded = np.zeros((rows, width), dtype)
+            return features
+        padded = np.zeros((rows, features.shape[1]), dtype)
         padded[:num_rows] = features
-        return padded, None if rows == own_rows else rows
+        return padded
 
     def _donate(self, call):
         """Run a call that consumes the state. If it fails the pool is gone, and the engine says so from then on."""

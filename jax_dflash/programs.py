@@ -21,7 +21,7 @@ from jax.stages import Compiled
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jax_dflash.buckets import BatchDescriptor, BucketLadder, GraphMode, row_bucket_sizes
+from jax_dflash.buckets import BatchDescriptor, BucketLadder, GraphMode
 from jax_dflash.batch import EngineConfig
 from jax_dflash.draft_step import DraftState, context_step, draft_step, step_inputs, zero_state
 from jax_dflash.drafter import DraftWeights
@@ -92,7 +92,6 @@ class Programs:
         self.config, self.ladder = config, ladder
         self.context_in_program, self.taps = context_in_program, taps
         self.compiler_options = COMPILER_OPTIONS | (compiler_options or {})
-        self.row_buckets = row_bucket_sizes(config.max_num_batched_tokens)
         leaves, self._treedef = jax.tree.flatten(weights)
         self._leaves = tuple(leaves)
         self.dtype = weights.fc.dtype
@@ -129,12 +128,13 @@ class Programs:
         return dflash_step
 
     def context_function(self) -> Callable:
-        """(leaves, state, features, ints) -> state: context rows of any batch, laid out for max_num_seqs requests."""
+        """(leaves, state, features, ints) -> (state, taps): context rows of any batch, laid out for max_num_seqs."""
 
         def dflash_context(leaves, state, features, ints):
+            taps = {} if self.taps else None
             weights = jax.tree.unflatten(self._treedef, leaves)
             inputs, _ = step_inputs(self.config, ints, self.config.max_num_seqs, features.shape[0])
-            return DraftState(context_step(self.config, weights, state.pool, features, inputs))
+            return DraftState(context_step(self.config, weights, state.pool, features, inputs, taps)), taps
 
         return dflash_context
 
@@ -151,18 +151,18 @@ class Programs:
         """Compile every bucket, largest first, and run each once on PAD slots. The state comes back unchanged."""
         descriptors = self.ladder.capture_order(GraphMode.FULL)
         with _progress(progress) as bar:
-            task = bar.add_task("Capturing draft programs (FULL)", total=len(descriptors) + len(self.row_buckets), last="")
+            task = bar.add_task("Capturing draft programs (FULL)", total=len(descriptors) + len(self.config.row_buckets), last="")
             for descriptor in descriptors:
                 abstract = self.abstract_args(descriptor.num_reqs, self.context_rows(descriptor.num_reqs))
                 compiled = self._compile(str(descriptor), self.step_function(descriptor.num_reqs), abstract)
                 self.steps[descriptor] = compiled
                 state = self._warm_up(compiled, state, descriptor.num_reqs, abstract)[0]
                 self._advance(bar, task)
-            for rows in reversed(self.row_buckets):
+            for rows in reversed(self.config.row_buckets):
                 abstract = self.abstract_args(self.config.max_num_seqs, rows)
                 compiled = self._compile(f"context {rows} rows", self.context_function(), abstract)
                 self.contexts[rows] = compiled
-                state = self._warm_up(compiled, state, self.config.max_num_seqs, abstract)
+                state = self._warm_up(compiled, state, self.config.max_num_seqs, abstract)[0]
                 self._advance(bar, task)
         return jax.block_until_ready(state)
 
@@ -195,8 +195,8 @@ class Programs:
         compiled = self.eager[descriptor.num_reqs] if eager else self.steps[descriptor]
         return compiled(self._leaves, state, features, ints)
 
-    def run_context(self, rows: int, state: DraftState, features, ints: np.ndarray) -> DraftState:
-        """Store context rows through the program of a row bucket. The state passed in is consumed."""
+    def run_context(self, rows: int, state: DraftState, features, ints: np.ndarray):
+        """(state, taps): store context rows through the program of a row bucket. The state passed in is consumed."""
         return self.contexts[rows](self._leaves, state, features, ints)
 
 

@@ -30,8 +30,8 @@ TAPS = (
 NAMES = frozenset(tap.name for tap in TAPS)
 
 
-def record(taps: dict[str, Any] | None, name: str, value: Any) -> None:
-    """Keep a value if anybody asked for taps."""
+def record(taps: dict[str, Any] | None, values: dict[str, Any]) -> None:
+    """Keep values if anybody asked for taps."""
     if taps is not None:
-        assert name in NAMES and name not in taps, name
-        taps[name] = value
+        assert values.keys() <= NAMES and not values.keys() & taps.keys(), values.keys()
+        taps.update(values)

@@ -1,0 +1,109 @@
+"""The whole draft step as one function: prepare_inputs, combine, context K/V, query forward, LM head, sampling.
+
+N requests of the bucket, Q = K + 1 query rows each, C context rows, F feature width.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from jax_dflash.batch import EngineConfig
+from jax_dflash.taps import record
+from torch_ref import drafter, sampling
+from torch_ref.attention import dense
+from torch_ref.drafter import DraftWeights
+from torch_ref.inputs import StepInputs, prepare_inputs
+from torch_ref.kv_cache import Pool, pool_shape, store_context, store_layer, zero_pool
+
+
+class DraftState(NamedTuple):
+    """What a step changes, in place."""
+
+    pool: Pool
+
+
+def step_inputs(
+    config: EngineConfig, ints: Int[Tensor, "_"], num_reqs: int, context_rows: int
+) -> tuple[StepInputs, Int[Tensor, "N W"]]:
+    """prepare_inputs of a packed array, and its block tables."""
+    fields = config.layout(num_reqs).unpack(ints)
+    inputs = prepare_inputs(
+        fields,
+        context_rows=context_rows,
+        query_len=config.query_len,
+        mask_token_id=config.draft.mask_token_id,
+        page_size=config.page_size,
+        max_model_len=config.max_model_len,
+    )
+    return inputs, fields["block_tables"]
+
+
+def context_step(
+    config: EngineConfig,
+    weights: DraftWeights,
+    pool: Pool,
+    features: Float[Tensor, "C F"],
+    inputs: StepInputs,
+    taps: dict[str, Any] | None = None,
+) -> Pool:
+    """Combine the target's hidden states, make every layer's context K/V, and store them."""
+    combined = drafter.combine_hidden_states(weights, features)
+    kv = drafter.precompute_context_kv(weights, config.draft, combined, inputs.context_positions)
+    context = {
+        "context_positions": inputs.context_positions, "context_slots": inputs.context_slots,
+        "combined": combined, "context_kv": kv,
+    }  # fmt: skip
+    record(taps, context)
+    return store_context(pool, kv, inputs.context_slots)
+
+
+def query_step(
+    config: EngineConfig,
+    weights: DraftWeights,
+    pool: Pool,
+    inputs: StepInputs,
+    block_tables: Int[Tensor, "N W"],
+    taps: dict[str, Any] | None = None,
+) -> tuple[Pool, Int[Tensor, "N K"]]:
+    """One non-causal pass over [anchor, mask x K] of each request, and its K greedy drafts. It reads as many pages of
+    each request as `block_tables` is wide."""
+    N, Q = block_tables.shape[0], config.query_len
+    keys = dense.find_keys(block_tables, inputs.seq_lens, config.page_size)
+
+    def attend(pool, layer, q, k, v):
+        pool = store_layer(pool, layer, k.flatten(0, 1), v.flatten(0, 1), inputs.query_slots)
+        return pool, dense.attend_keys(pool, layer, q, keys)
+
+    x = drafter.embed(weights, inputs.input_ids.reshape(N, Q))
+    positions = inputs.query_positions.reshape(N, Q)
+    pool, hidden = drafter.query_forward(weights, config.draft, pool, x, positions, attend)
+    hidden = hidden[:, 1:]  # the rows of `sample_indices`: all but the anchor's
+    logits = drafter.compute_logits(weights, hidden)
+    integers = {name: value for name, value in inputs._asdict().items() if not name.startswith("context")}
+    record(taps, integers | {"hidden": hidden, "logits": logits})
+    return pool, sampling.greedy(logits)
+
+
+def draft_step(
+    config: EngineConfig,
+    weights: DraftWeights,
+    state: DraftState,
+    features: Float[Tensor, "C F"],
+    ints: Int[Tensor, "_"],
+    *,
+    num_reqs: int,
+    table_width: int,
+    taps: dict[str, Any] | None = None,
+) -> tuple[DraftState, Int[Tensor, "N K"]]:
+    """One draft step of a bucket; attention reads `table_width` pages of each request."""
+    inputs, block_tables = step_inputs(config, ints, num_reqs, features.shape[0])
+    pool = context_step(config, weights, state.pool, features, inputs, taps)
+    pool, draft_tokens = query_step(config, weights, pool, inputs, block_tables[:, :table_width], taps)
+    return DraftState(pool), draft_tokens
+
+
+def zero_state(config: EngineConfig, dtype: torch.dtype, device: torch.device | str) -> DraftState:
+    """A fresh pool."""
+    return DraftState(zero_pool(pool_shape(config.draft.geometry, config.num_pages, config.page_size), dtype, device))

@@ -1,0 +1,142 @@
+"""DraftEngine: requests in, draft tokens out; the call surface of `jax_dflash.engine.DraftEngine`."""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from jax_dflash.batch import EngineConfig, RequestTable, TargetStep
+from jax_dflash.buckets import BatchDescriptor, BucketLadder, GraphMode
+from jax_dflash.config import DraftConfig, InputError
+from torch_ref.cuda_graphs import CudaGraphs
+from torch_ref.draft_step import DraftState, context_step, draft_step, step_inputs, zero_state
+from torch_ref.drafter import DraftWeights
+from torch_ref.numerics import to_device
+
+
+class DraftEngine:
+    """The draft pool, its pages, and one call per target step, eager or by replayed CUDA graphs.
+
+    Args:
+        config: the drafter.
+        weights: `pack_drafter(...)`; their dtype and device are the engine's.
+        max_num_seqs, max_model_len, num_speculative_tokens, max_num_batched_tokens, page_size, num_pages, ladder,
+            external_pages: as in `jax_dflash.engine.DraftEngine`.
+        mode: "eager", or "cuda_graph" for one captured graph per bucket.
+        taps: keep the values of `jax_dflash.taps.TAPS` in `last_taps`; eager only.
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        weights: DraftWeights,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        num_speculative_tokens: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        page_size: int = 16,
+        num_pages: int | None = None,
+        ladder: BucketLadder | None = None,
+        external_pages: bool = False,
+        mode: str = "eager",
+        taps: bool = False,
+    ):
+        self.weights = weights
+        self.device, self.dtype = weights.fc.device, weights.fc.dtype
+        if mode not in ("eager", "cuda_graph"):
+            raise InputError(f"mode {mode!r} is unknown; pass 'eager' or 'cuda_graph'")
+        if mode == "cuda_graph" and self.device.type != "cuda":
+            raise InputError(f"mode 'cuda_graph' needs weights on an NVIDIA GPU, they are on {self.device}; pass mode='eager'")
+        if taps and mode == "cuda_graph":
+            raise InputError("taps are of eager steps only; pass mode='eager'")
+        self.config = EngineConfig.make(
+            config,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            num_speculative_tokens=num_speculative_tokens,
+            max_num_batched_tokens=max_num_batched_tokens,
+            page_size=page_size,
+            num_pages=num_pages,
+        )
+        self.ladder = ladder or BucketLadder.without_holes(max_num_seqs=max_num_seqs, query_len=self.config.query_len)
+        self.requests = RequestTable(self.config, external_pages=external_pages)
+        self.state: DraftState = zero_state(self.config, self.dtype, self.device)
+        self.graphs = CudaGraphs(self.config, self.ladder, weights, self.state) if mode == "cuda_graph" else None
+        self.taps = taps
+        self.captured = False
+        self.last_taps: dict[str, Tensor] | None = None
+
+    @torch.inference_mode()
+    def capture(self, *, progress: bool = True) -> None:
+        """Capture every bucket's graph, largest first; eager mode has nothing to capture."""
+        if self.graphs is not None:
+            self.graphs.capture(progress=progress)
+        self.captured = True
+
+    def add_request(self, request_id, num_prompt_tokens: int = 0) -> None:
+        """Admit a request. Raises InputError past max_num_seqs or max_model_len."""
+        self.requests.add(request_id, num_prompt_tokens)
+
+    def remove_request(self, request_id) -> None:
+        """Forget a request and free its pages."""
+        self.requests.remove(request_id)
+
+    def propose(self, step: TargetStep, features: Float[np.ndarray | Tensor, "M F"]) -> Int[np.ndarray, "n K"]:
+        """K draft tokens for each request of the step, in its order; waits for them. `features` as in JAX: numpy of
+        exactly the step's rows, or a device tensor padded to a row bucket. Raises InputError before anything changed."""
+        return self.propose_padded(step, features)[: len(step.request_ids)].cpu().numpy()
+
+    @torch.inference_mode()
+    def propose_padded(self, step: TargetStep, features: Float[np.ndarray | Tensor, "M F"]) -> Int[Tensor, "N K"]:
+        """As `propose` without waiting: the bucket's device tensor, whose rows past the step's requests mean nothing."""
+        if not self.captured:
+            raise InputError("the engine has no programs yet; call capture() first")
+        n, Q = len(step.request_ids), self.config.query_len
+        if n > self.config.max_num_seqs:
+            raise InputError(f"{n} requests exceed max_num_seqs={self.config.max_num_seqs}; pass a larger max_num_seqs")
+        descriptor = self.ladder.dispatch(n, n * Q, Q)
+        num_rows, own_rows = int(np.sum(step.num_context)), self.config.context_rows(descriptor.num_reqs)
+        on_device = isinstance(features, Tensor)
+        self.config.padded_rows(features.shape, num_rows, own_rows, on_device=on_device)
+        if on_device and features.dtype != self.dtype:
+            raise InputError(f"features are {features.dtype}, expected {self.dtype}, the dtype of the drafter's weights")
+        columns = self.requests.reserve(step)
+        features = to_device(features, self.dtype, self.device)[:num_rows]
+        if self.graphs is None or descriptor.mode is GraphMode.NONE:
+            return self._eager(descriptor, columns, features)
+        return self._replay(descriptor, columns, features, own_rows)
+
+    def _pack(self, descriptor: BatchDescriptor, columns: dict[str, np.ndarray], num_rows: int) -> Int[Tensor, "_"]:
+        ints = self.config.layout(descriptor.num_reqs).pack(columns, num_rows)
+        return to_device(ints, torch.int32, self.device)
+
+    def _eager(self, descriptor: BatchDescriptor, columns: dict[str, np.ndarray], features: Tensor) -> Int[Tensor, "N K"]:
+        """The bucket's step without a graph: all context rows at once, and pages up to the longest live request."""
+        self.last_taps = {} if self.taps else None
+        end = columns["start_position"] + columns["num_context"] - columns["num_rejected"]
+        longest = min(int(end.max()) + self.config.query_len, self.config.max_model_len)
+        self.state, tokens = draft_step(
+            self.config,
+            self.weights,
+            self.state,
+            features,
+            self._pack(descriptor, columns, features.shape[0]),
+            num_reqs=descriptor.num_reqs,
+            table_width=self.requests.num_pages_for(longest),
+            taps=self.last_taps,
+        )
+        return tokens
+
+    def _replay(
+        self, descriptor: BatchDescriptor, columns: dict[str, np.ndarray], features: Tensor, own_rows: int
+    ) -> Int[Tensor, "N K"]:
+        """vLLM's rule: rows past the graph's own are stored eagerly first, then the graph stores rows [0, own_rows)."""
+        if (num_rows := features.shape[0]) > own_rows:
+            inputs, _ = step_inputs(self.config, self._pack(descriptor, columns, num_rows), descriptor.num_reqs, num_rows)
+            surplus = inputs._replace(
+                context_positions=inputs.context_positions[own_rows:], context_slots=inputs.context_slots[own_rows:]
+            )
+            context_step(self.config, self.weights, self.state.pool, features[own_rows:], surplus)
+            features = features[:own_rows]
+        return self.graphs.replay(descriptor, features, self._pack(descriptor, columns, features.shape[0]))
