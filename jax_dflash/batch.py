@@ -39,7 +39,9 @@ class IntsLayout:
         fields = {"num_rows": ints[0]}
         for i, name in enumerate(self.PER_REQUEST):
             fields[name] = ints[1 + i * self.num_reqs : 1 + (i + 1) * self.num_reqs]
-        fields["block_tables"] = ints[1 + len(self.PER_REQUEST) * self.num_reqs :].reshape(self.num_reqs, self.table_width)
+        fields["block_tables"] = ints[1 + len(self.PER_REQUEST) * self.num_reqs :].reshape(
+            self.num_reqs, self.table_width
+        )
         return fields
 
     def pack(self, columns: dict, num_rows: int) -> np.ndarray:
@@ -229,7 +231,9 @@ class RequestTable:
         if request_id in self.requests:
             raise InputError(f"request {request_id!r} is already live; remove it first or pass another id")
         if not self._free_indices:
-            raise InputError(f"{len(self.requests) + 1} requests exceed max_num_seqs={self.config.max_num_seqs}; pass a larger max_num_seqs")
+            raise InputError(
+                f"{len(self.requests) + 1} requests exceed max_num_seqs={self.config.max_num_seqs}; pass a larger max_num_seqs"
+            )
         if num_prompt_tokens > self.config.max_model_len:
             raise InputError(
                 f"request {request_id!r}: a prompt of {num_prompt_tokens} tokens exceeds max_model_len={self.config.max_model_len}; "
@@ -305,7 +309,10 @@ class RequestTable:
             shape = np.shape(step.block_tables)
             if len(shape) != 2 or shape[0] != n or shape[1] > width:
                 raise InputError(f"block_tables has shape {list(shape)}, expected [{n}, at most {width}]")
-            if np.min(step.block_tables, initial=0) < 0 or np.max(step.block_tables, initial=0) >= self.allocator.num_pages:
+            if (
+                np.min(step.block_tables, initial=0) < 0
+                or np.max(step.block_tables, initial=0) >= self.allocator.num_pages
+            ):
                 raise InputError(f"block_tables holds page ids outside 0 to {self.allocator.num_pages - 1}")
 
     def num_pages_for(self, num_tokens: int) -> int:

@@ -25,7 +25,9 @@ def compare(
     target: Annotated[str | None, typer.Option(help="Target folder; needed unless the pair is builtin.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or gpu; default gpu where there is one.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    num_speculative_tokens: Annotated[int | None, typer.Option(help="Drafts per request; default all of a block.")] = None,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(help="Drafts per request; default all of a block.")
+    ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Requests in one step at most.")] = 8,
     max_model_len: Annotated[int, typer.Option(help="Positions of a request at most.")] = 1024,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line only.")] = False,
@@ -80,7 +82,9 @@ def select_device(device: str | None) -> str:
     try:
         jax.devices()
     except RuntimeError:
-        raise InputError("--device gpu: JAX sees no CUDA device here; install jax[cuda13] or pass --device cpu") from None
+        raise InputError(
+            "--device gpu: JAX sees no CUDA device here; install jax[cuda13] or pass --device cpu"
+        ) from None
     return device
 
 

@@ -234,4 +234,3 @@ def check_pair(draft: DraftConfig, target: TargetConfig) -> None:
         raise InputError(
             f"mask_token_id={draft.mask_token_id} is outside the target's vocabulary of {target.geometry.vocab_size}"
         )
-

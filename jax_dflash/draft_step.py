@@ -40,7 +40,12 @@ def step_inputs(
 
 
 def context_step(
-    config: EngineConfig, weights: DraftWeights, pool: Pool, features: Float[Array, "C F"], inputs: StepInputs, taps: dict[str, Any] | None = None
+    config: EngineConfig,
+    weights: DraftWeights,
+    pool: Pool,
+    features: Float[Array, "C F"],
+    inputs: StepInputs,
+    taps: dict[str, Any] | None = None,
 ) -> Pool:
     """Combine the target's hidden states, make every layer's context K/V, and store them."""
     combined = drafter.combine_hidden_states(weights, features)
@@ -54,13 +59,20 @@ def context_step(
 
 
 def query_step(
-    config: EngineConfig, weights: DraftWeights, pool: Pool, inputs: StepInputs, block_tables: Int[Array, "N W"], taps: dict[str, Any] | None = None
+    config: EngineConfig,
+    weights: DraftWeights,
+    pool: Pool,
+    inputs: StepInputs,
+    block_tables: Int[Array, "N W"],
+    taps: dict[str, Any] | None = None,
 ) -> tuple[Pool, Int[Array, "N K"]]:
     """One non-causal pass over [anchor, mask x K] of each request, and its K greedy drafts."""
     N, Q = block_tables.shape[0], config.query_len
 
     def attend(pool, layer, q, k, v):
-        pool = store_layer(pool, layer, k.reshape(N * Q, *k.shape[2:]), v.reshape(N * Q, *v.shape[2:]), inputs.query_slots)
+        pool = store_layer(
+            pool, layer, k.reshape(N * Q, *k.shape[2:]), v.reshape(N * Q, *v.shape[2:]), inputs.query_slots
+        )
         return pool, dense.attention(pool, layer, q, block_tables, inputs.seq_lens)
 
     x = drafter.embed(weights, inputs.input_ids.reshape(N, Q))

@@ -53,7 +53,9 @@ class DraftWeights(NamedTuple):
     lm_head: Array
 
 
-def pack(values: dict[str, Array], config: DraftConfig, embed_tokens: Array, lm_head: Array, shards: int = 1) -> DraftWeights:
+def pack(
+    values: dict[str, Array], config: DraftConfig, embed_tokens: Array, lm_head: Array, shards: int = 1
+) -> DraftWeights:
     """The canonical tree (checkpoint names) and the target's embedding and head as the few arrays that programs take."""
     layers = range(config.geometry.num_layers)
     kv = [values[f"layers.{i}.self_attn.{p}_proj.weight"] for i in layers for p in "kv"]

@@ -1,10 +1,10 @@
 """DraftEngine: requests in, draft tokens out. What a researcher imports.
 
-    config, drafter = load_drafter(path)
-    engine = DraftEngine(config, pack_drafter(drafter, config, embed_tokens, lm_head), max_num_seqs=8, max_model_len=2048)
-    engine.capture()
-    engine.add_request("a", num_prompt_tokens=100)
-    tokens = engine.propose(TargetStep(...), features)      # [n, K]
+config, drafter = load_drafter(path)
+engine = DraftEngine(config, pack_drafter(drafter, config, embed_tokens, lm_head), max_num_seqs=8, max_model_len=2048)
+engine.capture()
+engine.add_request("a", num_prompt_tokens=100)
+tokens = engine.propose(TargetStep(...), features)      # [n, K]
 """
 
 from typing import Any

@@ -62,7 +62,9 @@ class LoopStep:
 class GreedyLoop:
     """Continuous batching over prompts; a long prompt is prefilled in chunks while the others decode."""
 
-    def __init__(self, runner: TargetRunner, prompts: list[list[int]], *, max_new_tokens: int, chunk: int, eos: int | None):
+    def __init__(
+        self, runner: TargetRunner, prompts: list[list[int]], *, max_new_tokens: int, chunk: int, eos: int | None
+    ):
         self.runner, self.max_new_tokens, self.chunk, self.eos = runner, max_new_tokens, chunk, eos
         self.waiting = list(enumerate(prompts))[::-1]
         self.live: list[Answer] = []
@@ -128,7 +130,9 @@ class GreedyLoop:
 
     def _step(self, answers: list[Answer], columns: list[tuple]) -> TargetStep:
         names = ("num_context", "num_rejected", "num_sampled", "last_sampled", "next_prefill")
-        fields = {name: np.array(values, np.int32) for name, values in zip(names, zip(*columns, strict=True), strict=True)}
+        fields = {
+            name: np.array(values, np.int32) for name, values in zip(names, zip(*columns, strict=True), strict=True)
+        }
         return TargetStep(request_ids=[a.request_id for a in answers], **fields)
 
     def set_drafts(self, step: TargetStep, drafts: np.ndarray) -> None:

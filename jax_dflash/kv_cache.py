@@ -38,7 +38,9 @@ def store_layer(
     flat = pool.reshape(*pool.shape[:2], -1, *pool.shape[4:])
     rows = _rows(slots, flat.shape[2])
     with jax.named_scope("store"):
-        return flat.at[layer, :, rows].set(jnp.stack([k, v], axis=1), mode="drop", unique_indices=True).reshape(pool.shape)
+        return (
+            flat.at[layer, :, rows].set(jnp.stack([k, v], axis=1), mode="drop", unique_indices=True).reshape(pool.shape)
+        )
 
 
 def gather_pages(pool: Pool, layer: int, pages: Int[Array, "B W"]) -> tuple[Array, Array]:

@@ -56,7 +56,9 @@ def forbid_compiles(what: str) -> Iterator[None]:
     before = num_compiles()
     yield
     if (count := num_compiles() - before) > 0:
-        raise RuntimeError(f"{what} compiled {count} program(s) after capture; this is a bug in the engine, please report it")
+        raise RuntimeError(
+            f"{what} compiled {count} program(s) after capture; this is a bug in the engine, please report it"
+        )
 
 
 def use_compile_cache(directory: str | Path) -> None:
@@ -151,7 +153,9 @@ class Programs:
         """Compile every bucket, largest first, and run each once on PAD slots. The state comes back unchanged."""
         descriptors = self.ladder.capture_order(GraphMode.FULL)
         with _progress(progress) as bar:
-            task = bar.add_task("Capturing draft programs (FULL)", total=len(descriptors) + len(self.config.row_buckets), last="")
+            task = bar.add_task(
+                "Capturing draft programs (FULL)", total=len(descriptors) + len(self.config.row_buckets), last=""
+            )
             for descriptor in descriptors:
                 abstract = self.abstract_args(descriptor.num_reqs, self.context_rows(descriptor.num_reqs))
                 compiled = self._compile(str(descriptor), self.step_function(descriptor.num_reqs), abstract)
@@ -168,7 +172,9 @@ class Programs:
 
     def _advance(self, bar: Progress, task) -> None:
         row = self.report[-1]
-        bar.update(task, advance=1, last=f"{row.program}: {row.seconds:.1f} s, {row.temp_bytes / 2**20:.1f} MiB temporary")
+        bar.update(
+            task, advance=1, last=f"{row.program}: {row.seconds:.1f} s, {row.temp_bytes / 2**20:.1f} MiB temporary"
+        )
 
     def _warm_up(self, compiled: Compiled, state: DraftState, num_reqs: int, abstract: tuple):
         features = self.blank_features(abstract[2].shape[0])
@@ -201,5 +207,11 @@ class Programs:
 
 
 def _progress(enabled: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[last]}"))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[last]}"),
+    )
     return Progress(*columns, console=Console(stderr=True), disable=not enabled)

@@ -1,6 +1,6 @@
 """Milliseconds of one `propose()`, bucket by bucket, for one framework in a process of its own.
 
-    python -m jax_dflash.steptime '{"framework": "torch-eager", ...}'     # one JSON line on stdout
+python -m jax_dflash.steptime '{"framework": "torch-eager", ...}'     # one JSON line on stdout
 """
 
 import json

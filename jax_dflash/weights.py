@@ -27,7 +27,8 @@ def load_tensors(directory: str | Path, expected: Shapes, dtype: jnp.dtype | Non
                     if (kind := slices[name].get_dtype()) not in FLOAT_KINDS:
                         raise InputError(f"{file}: tensor {name} is stored as {kind}, expected one of {FLOAT_KINDS}")
                     if tuple(slices[name].get_shape()) == expected[name]:
-                        values[name] = handle.get_tensor(name).astype(dtype)
+                        value = handle.get_tensor(name)
+                        values[name] = value if dtype is None else value.astype(dtype)
         except (SafetensorError, OSError) as error:
             raise InputError(f"{file}: not a readable safetensors file ({error})") from None
     check_tensors(found, expected)
@@ -49,11 +50,15 @@ def _by_shard(parts: list[Array], shards: int) -> Array:
 
 
 def _from_shards(fused: Array, rows: list[int], shards: int) -> list[Array]:
-    split = jnp.split(fused.reshape(shards, -1, *fused.shape[1:]), [sum(rows[:i]) // shards for i in range(1, len(rows))], axis=1)
+    split = jnp.split(
+        fused.reshape(shards, -1, *fused.shape[1:]), [sum(rows[:i]) // shards for i in range(1, len(rows))], axis=1
+    )
     return [part.reshape(-1, *fused.shape[1:]) for part in split]
 
 
-def pack_layers(values: dict[str, Array], geometry: Geometry, prefix: str = "", shards: int = 1) -> tuple[LayerWeights, ...]:
+def pack_layers(
+    values: dict[str, Array], geometry: Geometry, prefix: str = "", shards: int = 1
+) -> tuple[LayerWeights, ...]:
     """Each layer as `LayerWeights`; with `shards` the fused rows stand shard by shard, so that an even split is right."""
 
     def pack(layer: int) -> LayerWeights:
@@ -72,7 +77,9 @@ def pack_layers(values: dict[str, Array], geometry: Geometry, prefix: str = "", 
     return tuple(pack(layer) for layer in range(geometry.num_layers))
 
 
-def unpack_layers(layers: tuple[LayerWeights, ...], geometry: Geometry, prefix: str = "", shards: int = 1) -> dict[str, Array]:
+def unpack_layers(
+    layers: tuple[LayerWeights, ...], geometry: Geometry, prefix: str = "", shards: int = 1
+) -> dict[str, Array]:
     """The inverse of `pack_layers`."""
     D, H, F = geometry.hidden_size, geometry.head_dim, geometry.intermediate_size
     NH, KH = geometry.num_heads * H, geometry.num_kv_heads * H
@@ -81,6 +88,11 @@ def unpack_layers(layers: tuple[LayerWeights, ...], geometry: Geometry, prefix: 
         names = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
         parts = jnp.split(w.norms, [D, 2 * D, 2 * D + H])
         names += [f"self_attn.{p}_proj" for p in "qkvo"] + ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-        parts += [*_from_shards(w.qkv, [NH, KH, KH], shards), w.o_proj, *_from_shards(w.gate_up, [F, F], shards), w.down]
+        parts += [
+            *_from_shards(w.qkv, [NH, KH, KH], shards),
+            w.o_proj,
+            *_from_shards(w.gate_up, [F, F], shards),
+            w.down,
+        ]
         values |= {f"{prefix}layers.{layer}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
     return values

@@ -129,7 +129,9 @@ def test_nothing_compiles_over_mixed_traffic(engine):
             engine.remove_request(gone)
         if live:
             counts = rng.integers(1, min(12, 48 // len(live)) + 1, len(live))
-            drafts = engine.propose(step_for(live, counts, [rng.integers(0, c) for c in counts]), features(counts.sum(), step))
+            drafts = engine.propose(
+                step_for(live, counts, [rng.integers(0, c) for c in counts]), features(counts.sum(), step)
+            )
             assert drafts.shape == (len(live), K)
     assert num_compiles() == before
     assert engine.eager_compiles == 0
@@ -321,7 +323,9 @@ def test_near_max_model_len(weights, compiled):
 
 def test_limits_at_the_start(weights):
     """Would catch: a token budget under one verify of all requests, or K that no block has (C54)."""
-    with pytest.raises(InputError, match="max_num_batched_tokens=19 is less than a verify of 5 requests x 4 rows; pass 20"):
+    with pytest.raises(
+        InputError, match="max_num_batched_tokens=19 is less than a verify of 5 requests x 4 rows; pass 20"
+    ):
         make_engine(weights, max_num_batched_tokens=19)
     with pytest.raises(InputError, match="num_speculative_tokens=8: this drafter's blocks of 8"):
         make_engine(weights, num_speculative_tokens=8)

@@ -47,7 +47,9 @@ class DraftEngine:
         if mode not in ("eager", "cuda_graph"):
             raise InputError(f"mode {mode!r} is unknown; pass 'eager' or 'cuda_graph'")
         if mode == "cuda_graph" and self.device.type != "cuda":
-            raise InputError(f"mode 'cuda_graph' needs weights on an NVIDIA GPU, they are on {self.device}; pass mode='eager'")
+            raise InputError(
+                f"mode 'cuda_graph' needs weights on an NVIDIA GPU, they are on {self.device}; pass mode='eager'"
+            )
         if taps and mode == "cuda_graph":
             raise InputError("taps are of eager steps only; pass mode='eager'")
         self.config = EngineConfig.make(
@@ -100,7 +102,9 @@ class DraftEngine:
         on_device = isinstance(features, Tensor)
         self.config.padded_rows(features.shape, num_rows, own_rows, on_device=on_device)
         if on_device and features.dtype != self.dtype:
-            raise InputError(f"features are {features.dtype}, expected {self.dtype}, the dtype of the drafter's weights")
+            raise InputError(
+                f"features are {features.dtype}, expected {self.dtype}, the dtype of the drafter's weights"
+            )
         columns = self.requests.reserve(step)
         features = to_device(features, self.dtype, self.device)[:num_rows]
         if self.graphs is None or descriptor.mode is GraphMode.NONE:
@@ -111,7 +115,9 @@ class DraftEngine:
         ints = self.config.layout(descriptor.num_reqs).pack(columns, num_rows)
         return to_device(ints, torch.int32, self.device)
 
-    def _eager(self, descriptor: BatchDescriptor, columns: dict[str, np.ndarray], features: Tensor) -> Int[Tensor, "N K"]:
+    def _eager(
+        self, descriptor: BatchDescriptor, columns: dict[str, np.ndarray], features: Tensor
+    ) -> Int[Tensor, "N K"]:
         """The bucket's step without a graph: all context rows at once, and pages up to the longest live request."""
         self.last_taps = {} if self.taps else None
         end = columns["start_position"] + columns["num_context"] - columns["num_rejected"]
@@ -133,7 +139,9 @@ class DraftEngine:
     ) -> Int[Tensor, "N K"]:
         """vLLM's rule: rows past the graph's own are stored eagerly first, then the graph stores rows [0, own_rows)."""
         if (num_rows := features.shape[0]) > own_rows:
-            inputs, _ = step_inputs(self.config, self._pack(descriptor, columns, num_rows), descriptor.num_reqs, num_rows)
+            inputs, _ = step_inputs(
+                self.config, self._pack(descriptor, columns, num_rows), descriptor.num_reqs, num_rows
+            )
             surplus = inputs._replace(
                 context_positions=inputs.context_positions[own_rows:], context_slots=inputs.context_slots[own_rows:]
             )

@@ -54,7 +54,10 @@ def _attention(pool, layer, q, block_tables, seq_lens, positions):
     if block_tables.shape[1] % width:
         raise ValueError(f"block tables of width {block_tables.shape[1]} are not whole chunks of {width} pages")
     accum = accum_dtype(q.dtype)
-    q = q.reshape(B, T, K, N // K, H)
+    # The G heads of a group read the same keys: as rows of one head they need no copies of them.
+    R = N // K * T
+    q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, R, H)
+    last_key = None if positions is None else jnp.tile(positions, (1, N // K))[:, None, :, None]  # [B, 1, R, 1]
     trips = num_chunks(seq_lens, width * page_size)
 
     def read_chunk(carry):
@@ -63,11 +66,12 @@ def _attention(pool, layer, q, block_tables, seq_lens, positions):
         k, v = gather_pages(pool, layer, pages)
         keys = chunk * width * page_size + jnp.arange(width * page_size, dtype=seq_lens.dtype)
         live = keys < seq_lens[:, None]
-        visible = live[:, None, :] if positions is None else live[:, None, :] & (keys <= positions[..., None])
-        visible = visible[:, None, None]  # [B, 1, 1, T or 1, S]
+        visible = live[:, None, None]
+        if last_key is not None:
+            visible &= keys <= last_key
         # A masked score still multiplies its value by 0, and 0 x NaN is NaN: select the values too.
         v = jnp.where(live[:, :, None, None], v, 0)
-        scores = accum_einsum("btkgh,bskh->bkgts", q, k) * H**-0.5
+        scores = accum_einsum("bkrh,bskh->bkrs", q, k) * H**-0.5
         scores = jnp.where(visible, scores, -jnp.inf)
         new_max = jnp.maximum(running_max, jnp.max(scores, axis=-1))
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
@@ -75,13 +79,13 @@ def _attention(pool, layer, q, block_tables, seq_lens, positions):
         weights = jnp.exp(scores - shift[..., None])
         decay = jnp.exp(running_max - shift)
         total = total * decay + jnp.sum(weights, axis=-1)
-        read = accum_einsum("bkgts,bskh->bkgth", store(weights, q.dtype), v)
+        read = accum_einsum("bkrs,bskh->bkrh", store(weights, q.dtype), v)
         return chunk + 1, new_max, total, out * decay[..., None] + read
 
-    rows = (B, K, N // K, T)
-    zeros = jnp.zeros(rows, accum)
-    start = (jnp.zeros_like(trips), zeros - jnp.inf, zeros, jnp.zeros((*rows, H), accum))
+    zeros = jnp.zeros((B, K, R), accum)
+    start = (jnp.zeros_like(trips), zeros - jnp.inf, zeros, jnp.zeros((B, K, R, H), accum))
     with jax.named_scope("attend"):
         trip, _, total, out = lax.while_loop(lambda carry: carry[0] < trips, read_chunk, start)
         out = out / jnp.where(total == 0, 1, total)[..., None]
-        return store(jnp.moveaxis(out, 3, 1).reshape(B, T, N, H), q.dtype), trip
+        out = out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+        return store(out, q.dtype), trip
