@@ -1,0 +1,137 @@
+"""The DFlash drafter: target features to context K/V, and one non-causal pass over [anchor, mask x K] per request.
+
+B requests, T query rows of one request, C context rows of a batch, E target feature layers, D model width, L draft
+layers, K KV heads, H head dim, V vocabulary.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from jax_dflash.config import DraftConfig, load_draft_config
+from jax_dflash.names import draft_tensors
+from torch_ref.layers import LayerWeights, Pool, apply_rope, decoder_layer, rms_norm, rope_table
+from torch_ref.modules import DecoderLayer, Weight, from_tensors, tensors
+from torch_ref.numerics import accum_linear, linear
+from torch_ref.weights import load_tensors, pack_layers, unpack_layers
+
+Attend = Callable[[Pool, int, Tensor, Tensor, Tensor], tuple[Pool, Tensor]]
+
+
+class Drafter(nn.Module):
+    """The parameters of a drafter under their checkpoint names. Embedding and LM head are the target's."""
+
+    def __init__(self, config: DraftConfig, *, generator: torch.Generator | None = None, dtype: torch.dtype):
+        super().__init__()
+        g, kw = config.geometry, {"generator": generator, "dtype": dtype}
+        self.fc = Weight(g.hidden_size, config.feature_size, **kw)
+        self.hidden_norm = Weight(g.hidden_size, **kw)
+        self.layers = nn.ModuleList([DecoderLayer(g, **kw) for _ in range(g.num_layers)])
+        self.norm = Weight(g.hidden_size, **kw)
+
+
+def load_drafter(
+    directory: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> tuple[DraftConfig, Drafter]:
+    """A published checkpoint folder; tensors as stored, or converted to `dtype`. Raises InputError."""
+    config = load_draft_config(directory)
+    return config, from_tensors(Drafter, config, load_tensors(directory, draft_tensors(config), dtype, device))
+
+
+class DraftWeights(NamedTuple):
+    """What a step takes. `context_kv [L 2 K H, D]` is every layer's K and V projection, layer by layer, K before V."""
+
+    fc: Tensor
+    hidden_norm: Tensor
+    context_kv: Tensor
+    context_k_norm: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    embed_tokens: Tensor
+    lm_head: Tensor
+
+
+def pack(values: dict[str, Tensor], config: DraftConfig, embed_tokens: Tensor, lm_head: Tensor) -> DraftWeights:
+    """The canonical tree (checkpoint names) and the target's embedding and head as the few arrays that a step takes."""
+    layers = range(config.geometry.num_layers)
+    kv = [values[f"layers.{i}.self_attn.{p}_proj.weight"] for i in layers for p in "kv"]
+    return DraftWeights(
+        fc=values["fc.weight"],
+        hidden_norm=values["hidden_norm.weight"],
+        context_kv=torch.cat(kv),
+        context_k_norm=torch.stack([values[f"layers.{i}.self_attn.k_norm.weight"] for i in layers]),
+        layers=pack_layers(values, config.geometry),
+        norm=values["norm.weight"],
+        embed_tokens=embed_tokens,
+        lm_head=lm_head,
+    )
+
+
+def unpack(weights: DraftWeights, config: DraftConfig) -> dict[str, Tensor]:
+    """The inverse of `pack`: the canonical tree."""
+    return {
+        "fc.weight": weights.fc,
+        "hidden_norm.weight": weights.hidden_norm,
+        "norm.weight": weights.norm,
+        **unpack_layers(weights.layers, config.geometry),
+    }
+
+
+def pack_drafter(drafter: Drafter, config: DraftConfig, embed_tokens: Tensor, lm_head: Tensor) -> DraftWeights:
+    """`pack` of a module's parameters."""
+    return pack(tensors(drafter), config, embed_tokens, lm_head)
+
+
+def combine_hidden_states(weights: DraftWeights, features_CF: Float[Tensor, "C F"]) -> Float[Tensor, "C D"]:
+    """The target's hidden states at all taps, side by side (F = E D_target), through fc; no norm."""
+    return linear(features_CF, weights.fc)
+
+
+def precompute_context_kv(
+    weights: DraftWeights, config: DraftConfig, x_CD: Float[Tensor, "C D"], positions_C: Int[Tensor, "C"]
+) -> Float[Tensor, "L 2 C K H"]:
+    """K and V of every layer from combined states: hidden_norm, one product, per-layer K norm, RoPE; V is raw."""
+    g = config.geometry
+    y = rms_norm(x_CD, weights.hidden_norm, g.rms_norm_eps)
+    kv = linear(y, weights.context_kv).unflatten(-1, (g.num_layers, 2, g.num_kv_heads, g.head_dim))
+    k_LCKH, v_LCKH = kv.permute(2, 1, 0, 3, 4)
+    k_norm = zip(k_LCKH, weights.context_k_norm, strict=True)
+    k_LCKH = torch.stack([rms_norm(k, weight, g.rms_norm_eps) for k, weight in k_norm])
+    k_LCKH = apply_rope(k_LCKH, rope_table(positions_C, g, x_CD.dtype))
+    return torch.stack([k_LCKH, v_LCKH], dim=1)
+
+
+def query_forward(
+    weights: DraftWeights,
+    config: DraftConfig,
+    pool: Pool,
+    x_BTD: Float[Tensor, "B T D"],
+    positions_BT: Int[Tensor, "B T"],
+    attend: Attend,
+) -> tuple[Pool, Float[Tensor, "B T D"]]:
+    """The block's rows through all layers and the final norm.
+
+    `attend(pool, layer, q, k, v) -> (pool, o)` stores the block's K/V and then reads context and block.
+    """
+    table = rope_table(positions_BT, config.geometry, x_BTD.dtype)
+    for layer, layer_weights in enumerate(weights.layers):
+
+        def attend_layer(pool, q, k, v, layer=layer):
+            return attend(pool, layer, q, k, v)
+
+        pool, x_BTD = decoder_layer(layer_weights, config.geometry, pool, x_BTD, table, attend_layer)
+    return pool, rms_norm(x_BTD, weights.norm, config.geometry.rms_norm_eps)
+
+
+def embed(weights: DraftWeights, ids: Int[Tensor, "..."]) -> Float[Tensor, "... D"]:
+    """Rows of the embedding that drafter and target share."""
+    return weights.embed_tokens[ids]
+
+
+def compute_logits(weights: DraftWeights, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... V"]:
+    """The target's LM head, in the accumulation dtype."""
+    return accum_linear(hidden, weights.lm_head)

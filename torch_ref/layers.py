@@ -1,0 +1,93 @@
+"""One Qwen3 decoder layer as pure functions; drafter and target share it.
+
+B requests, T rows of one request, D model width, N query heads, K KV heads, H head dim, F MLP width.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from jax_dflash.config import Geometry
+from torch_ref.numerics import accum_dtype, linear, store, to_accum
+
+Pool = TypeVar("Pool")
+
+
+class LayerWeights(NamedTuple):
+    """One layer as few arrays: `qkv [(N+2K)H, D]`, `o_proj [D, NH]`, `gate_up [2F, D]`, `down [D, F]` and
+    `norms [2D+2H]`, which holds input, post-attention, query and key norm end to end."""
+
+    norms: Tensor
+    qkv: Tensor
+    o_proj: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float) -> Float[Tensor, "... D"]:
+    """x / sqrt(mean(x^2) + eps) * weight, rounded once after the weight (Zhang & Sennrich 2019). PyTorch's own operator
+    does that for bfloat16 on CPU and CUDA, in one kernel on the latter; a test holds it to it."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def rope_table(positions: Int[Tensor, "..."], geometry: Geometry, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin `[..., H/2]` in the accumulation dtype. The frequencies theta^(-2j/H) (Su et al. 2021) are computed
+    in float64 and rounded once, so that no framework's own pow decides the angle at a large position."""
+    accum = accum_dtype(dtype)
+    angles = positions[..., None].to(accum) * _inv_freq(geometry, accum, positions.device)
+    return torch.cos(angles), torch.sin(angles)
+
+
+@functools.cache
+def _inv_freq(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Kept on the device: a copy from the host has no place in a CUDA graph."""
+    inv_freq = geometry.rope_theta ** -(np.arange(0, geometry.head_dim, 2) / geometry.head_dim)
+    return torch.from_numpy(inv_freq).to(device, dtype)
+
+
+def apply_rope(x: Float[Tensor, "... A H"], table: tuple[Tensor, Tensor]) -> Float[Tensor, "... A H"]:
+    """Rotate channel j with channel j + H/2 (the half-split layout); the table has no head axis."""
+    cos, sin = (t[..., None, :] for t in table)
+    a, b = to_accum(x).chunk(2, dim=-1)
+    return store(torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1), x.dtype)
+
+
+def swiglu(gate_up: Float[Tensor, "... 2F"]) -> Float[Tensor, "... F"]:
+    """silu(gate) * up, rounded once."""
+    gate, up = to_accum(gate_up).chunk(2, dim=-1)
+    return store(gate * torch.sigmoid(gate) * up, gate_up.dtype)
+
+
+def decoder_layer(
+    weights: LayerWeights,
+    geometry: Geometry,
+    pool: Pool,
+    x: Float[Tensor, "B T D"],
+    table: tuple[Tensor, Tensor],
+    attend: Callable[[Pool, Tensor, Tensor, Tensor], tuple[Pool, Tensor]],
+) -> tuple[Pool, Float[Tensor, "B T D"]]:
+    """Attention and MLP with their residuals. `attend(pool, q, k, v) -> (pool, o)` stores K/V and reads them."""
+    D, H, N, K = geometry.hidden_size, geometry.head_dim, geometry.num_heads, geometry.num_kv_heads
+    input_norm, post_norm, q_norm, k_norm = weights.norms.split([D, D, H, H])
+
+    qkv = linear(rms_norm(x, input_norm, geometry.rms_norm_eps), weights.qkv)
+    q, k, v = qkv.unflatten(-1, (N + 2 * K, H)).split([N, K, K], dim=-2)
+    q = apply_rope(rms_norm(q, q_norm, geometry.rms_norm_eps), table)
+    k = apply_rope(rms_norm(k, k_norm, geometry.rms_norm_eps), table)
+    pool, o = attend(pool, q, k, v)
+    x = add(x, linear(o.flatten(-2), weights.o_proj))
+
+    y = rms_norm(x, post_norm, geometry.rms_norm_eps)
+    x = add(x, linear(swiglu(linear(y, weights.gate_up)), weights.down))
+    return pool, x
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    """The residual add, rounded once: PyTorch adds bfloat16 in float32."""
+    return x + y

@@ -1,0 +1,57 @@
+"""torch.nn modules that hold parameters under the checkpoint's own names. The maths lives in `layers.py`, `drafter.py`
+and `target.py` as functions of packed arrays; nothing here computes, so no module has a forward."""
+
+import torch
+from torch import Tensor, nn
+
+from jax_dflash.config import Geometry
+
+
+class Weight(nn.Module):
+    """One parameter called `weight`: a matrix `[out, in]` drawn at scale `std`, or a norm's vector of ones."""
+
+    def __init__(self, *shape: int, std: float = 0.02, generator: torch.Generator | None = None, dtype: torch.dtype):
+        super().__init__()
+        value = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * std
+        self.weight = nn.Parameter(value.to(dtype), requires_grad=False)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, g: Geometry, **kw):
+        super().__init__()
+        self.q_proj = Weight(g.num_heads * g.head_dim, g.hidden_size, **kw)
+        self.k_proj = Weight(g.num_kv_heads * g.head_dim, g.hidden_size, **kw)
+        self.v_proj = Weight(g.num_kv_heads * g.head_dim, g.hidden_size, **kw)
+        self.o_proj = Weight(g.hidden_size, g.num_heads * g.head_dim, **kw)
+        self.q_norm = Weight(g.head_dim, **kw)
+        self.k_norm = Weight(g.head_dim, **kw)
+
+
+class MLP(nn.Module):
+    def __init__(self, g: Geometry, **kw):
+        super().__init__()
+        self.gate_proj = Weight(g.intermediate_size, g.hidden_size, **kw)
+        self.up_proj = Weight(g.intermediate_size, g.hidden_size, **kw)
+        self.down_proj = Weight(g.hidden_size, g.intermediate_size, **kw)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, g: Geometry, **kw):
+        super().__init__()
+        self.input_layernorm = Weight(g.hidden_size, **kw)
+        self.self_attn = SelfAttention(g, **kw)
+        self.post_attention_layernorm = Weight(g.hidden_size, **kw)
+        self.mlp = MLP(g, **kw)
+
+
+def tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters under their checkpoint names, torch layout: the canonical tree."""
+    return dict(module.state_dict())
+
+
+def from_tensors(module_class: type, config, values: dict[str, Tensor]) -> nn.Module:
+    """A module over these arrays, without drawing any. The names must be exactly the module's."""
+    with torch.device("meta"):
+        module = module_class(config, dtype=next(iter(values.values())).dtype)
+    module.load_state_dict(values, assign=True)
+    return module.requires_grad_(False)
