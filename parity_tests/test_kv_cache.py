@@ -1,0 +1,136 @@
+"""The pool and attention over it, in both frameworks."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_dflash.attention import dense as jax_dense
+from parity_tests.tiny import FRAMEWORKS, numpy
+
+SHAPE = (2, 2, 5, 3, 2, 4)  # L, K/V, P, page, K, H
+
+
+def context_kv(num_rows, seed=0):
+    return np.random.default_rng(seed).standard_normal((2, 2, num_rows, 2, 4)).astype(np.float32)
+
+
+def test_pad_and_null_page_write_nothing(f):
+    """Slot -1 wrapping to the last row, or a padded row landing in some page."""
+    sentinel = np.full(SHAPE, 512, np.float32)
+    kv = context_kv(7)
+    pool = f.kv_cache.store_context(f.pool(SHAPE, fill=sentinel), f.floats(kv), f.ints([-1, 4, -1, 13, 3, -1, -1]))
+    expected = sentinel.reshape(2, 2, 15, 2, 4).copy()
+    expected[:, :, [4, 13, 3]] = kv[:, :, [1, 3, 4]]
+    np.testing.assert_array_equal(numpy(pool).reshape(expected.shape), expected)
+
+
+def test_only_pads_leave_the_pool_as_it_is(f):
+    """Capture, which runs every program on PAD slots alone, changing the pool."""
+    fill = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
+    pool = f.kv_cache.store_context(f.pool(SHAPE, fill=fill), f.floats(context_kv(3)), f.ints([-1] * 3))
+    pool = f.kv_cache.store_layer(pool, 1, *(f.floats(context_kv(3)[1, i]) for i in (0, 1)), f.ints([-1] * 3))
+    np.testing.assert_array_equal(numpy(pool), fill)
+
+
+def test_store_context_equals_store_layer_by_layer(f):
+    """Layers, or K and V, swapped in the one scatter of all layers."""
+    kv, slots = context_kv(5), f.ints([14, 3, 7, -1, 9])
+    at_once = f.kv_cache.store_context(f.pool(SHAPE), f.floats(kv), slots)
+    by_layer = f.pool(SHAPE)
+    for layer in range(2):
+        by_layer = f.kv_cache.store_layer(by_layer, layer, f.floats(kv[layer, 0]), f.floats(kv[layer, 1]), slots)
+    np.testing.assert_array_equal(numpy(at_once), numpy(by_layer))
+    assert numpy(at_once)[1, 0, 4, 2].tolist() == kv[1, 0, 0].astype(np.float64).tolist()
+
+
+def test_torch_refuses_a_pool_without_the_hidden_row():
+    """A plain tensor as pool: PAD would wrap to its last row."""
+    f = FRAMEWORKS["torch"]
+    with pytest.raises(ValueError, match="no hidden row"):
+        f.kv_cache.store_context(f.floats(np.zeros(SHAPE)), f.floats(context_kv(1)), f.ints([-1]))
+
+
+def reference_attention(pool, layer, q, tables, seq_lens, positions=None):
+    """Attention request by request, head by head, in numpy float64."""
+    B, T, N, H = q.shape
+    page, K = pool.shape[3:5]
+    out = np.zeros(q.shape)
+    for b in range(B):
+        at = np.arange(seq_lens[b])
+        k, v = (pool[layer, i, tables[b, at // page], at % page] for i in (0, 1))
+        for t in range(T):
+            see = at if positions is None else at[at <= positions[b, t]]
+            for n in range(N if len(see) else 0):
+                scores = k[see, n // (N // K)] @ q[b, t, n] / np.sqrt(H)
+                weights = np.exp(scores - scores.max())
+                out[b, t, n] = weights @ v[see, n // (N // K)] / weights.sum()
+    return out
+
+
+def attention_case(seed=0):
+    """Three requests of lengths 11, 0 and 5, five query rows, 6 heads on 2 KV heads, pages out of order."""
+    rng = np.random.default_rng(seed)
+    pool = rng.standard_normal((2, 2, 11, 3, 2, 4)).astype(np.float32)
+    q = rng.standard_normal((3, 5, 6, 4)).astype(np.float32)
+    tables = np.array([[7, 2, 9, 4, 0], [0, 0, 0, 0, 0], [5, 1, 0, 0, 0]], np.int32)
+    seq_lens = np.array([11, 0, 5], np.int32)
+    positions = np.array([[6, 7, 8, 9, 10], [0] * 5, [0, 1, 2, 3, 4]], np.int32)
+    return pool, q, tables, seq_lens, positions
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_attention_against_numpy(f, causal):
+    """Wrong scale, mask, page order, head grouping, or NaN for a request of length 0."""
+    pool, q, tables, seq_lens, positions = attention_case()
+    expected = reference_attention(
+        pool.astype(np.float64), 1, q.astype(np.float64), tables, seq_lens, positions if causal else None
+    )
+    args = f.pool(pool.shape, fill=pool), 1, f.floats(q), f.ints(tables), f.ints(seq_lens)
+    found = numpy(f.dense.attention(*args, *([f.ints(positions)] if causal else [])))
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+    assert np.all(found[1] == 0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_outside_a_request_reaches_nobody(f, causal):
+    """0 x NaN: masked scores still multiply values that a freed page, the null page or a row past the end holds."""
+    pool, q, tables, seq_lens, positions = attention_case()
+    poisoned = np.full_like(pool, np.nan)
+    for b, length in enumerate(seq_lens):
+        for at in range(length):
+            where = np.s_[:, :, tables[b, at // 3], at % 3]
+            poisoned[where] = pool[where]
+
+    def run(pool):
+        args = f.pool(pool.shape, fill=pool), 0, f.floats(q), f.ints(tables), f.ints(seq_lens)
+        return numpy(f.dense.attention(*args, *([f.ints(positions)] if causal else [])))
+
+    np.testing.assert_array_equal(run(poisoned), run(pool))
+
+
+def test_kv_heads_repeat_in_place(f):
+    """GQA tiled [0, 1, 0, 1] instead of repeated [0, 0, 1, 1]."""
+    pool = np.zeros((1, 2, 2, 3, 2, 4), np.float32)
+    pool[0, 1, 1, :, 0], pool[0, 1, 1, :, 1] = 10, 20
+    q = f.floats(np.ones((1, 1, 4, 4)))
+    out = f.dense.attention(f.pool(pool.shape, fill=pool), 0, q, f.ints([[1, 0]]), f.ints([3]))
+    assert numpy(out)[0, 0, :, 0].tolist() == [10, 10, 20, 20]
+
+
+@pytest.mark.parametrize(
+    "seq_lens, trips",
+    [([0, 0], 0), ([0, 1], 1), ([256, 3], 1), ([1, 257], 2), ([512, 5], 2), ([513, 0], 3), ([767, 767], 3)],
+)
+def test_the_loop_follows_the_longest_live_request(seq_lens, trips):
+    """A program captured for max_model_len that always reads all of it, or that stops one chunk short."""
+    rng = np.random.default_rng(0)
+    pool = rng.standard_normal((1, 2, 193, 4, 1, 2)).astype(np.float32)
+    tables = 1 + np.stack([rng.permutation(192), rng.permutation(192)]).astype(np.int32)
+    q = rng.standard_normal((2, 3, 2, 2)).astype(np.float32)
+    lens = np.array(seq_lens, np.int32)
+    out, found = jax_dense._attention(
+        *map(jnp.asarray, (pool,)), 0, jnp.asarray(q), jnp.asarray(tables), jnp.asarray(lens), None
+    )
+    assert int(found) == trips
+    expected = reference_attention(pool.astype(np.float64), 0, q.astype(np.float64), tables, lens)
+    np.testing.assert_allclose(numpy(out), expected, atol=2e-6)
