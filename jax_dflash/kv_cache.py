@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jax_dflash.batch import PAD_SLOT
 from jax_dflash.config import Geometry
 
 Pool = Float[Array, "L 2 P page K H"]
@@ -18,17 +19,24 @@ def pool_shape(geometry: Geometry, num_pages: int, page_size: int) -> tuple[int,
     return (geometry.num_layers, 2, num_pages, page_size, geometry.num_kv_heads, geometry.head_dim)
 
 
-def _rows(slots: Int[Array, "S"], num_rows: int) -> Array:
-    """PAD slots as distinct rows past the end, which a scatter drops. -1 itself would wrap to the last row."""
-    return jnp.where(slots < 0, num_rows + jnp.arange(slots.shape[0], dtype=slots.dtype), slots)
+def _scatter(flat: Float[Array, "L 2 R K H"], at: tuple, slots: Int[Array, "S"], kv: Array, axis: int) -> Array:
+    """Write rows of `kv` at their slots; `axis` is where kv counts them, `at` indexes before the rows."""
+    if slots.shape[0] == 1:
+        # XLA rewrites a scatter of one row as a select over the whole pool, a copy of it: a second row that is dropped
+        # keeps it a scatter.
+        slots = jnp.concatenate([slots, jnp.full(1, PAD_SLOT, slots.dtype)])
+        kv = jnp.repeat(kv, 2, axis=axis)
+    # PAD as distinct rows past the end, which a scatter drops. -1 itself would wrap to the last row.
+    num_rows = flat.shape[2]
+    rows = jnp.where(slots < 0, num_rows + jnp.arange(slots.shape[0], dtype=slots.dtype), slots)
+    return flat.at[(*at, rows)].set(kv, mode="drop", unique_indices=True)
 
 
 def store_context(pool: Pool, kv_L2CKH: Float[Array, "L 2 C K H"], slots: Int[Array, "C"]) -> Pool:
     """Write all layers' context K/V at their slots in one scatter."""
     flat = pool.reshape(*pool.shape[:2], -1, *pool.shape[4:])
-    rows = _rows(slots, flat.shape[2])
     with jax.named_scope("store_context"):
-        return flat.at[:, :, rows].set(kv_L2CKH, mode="drop", unique_indices=True).reshape(pool.shape)
+        return _scatter(flat, (slice(None), slice(None)), slots, kv_L2CKH, axis=2).reshape(pool.shape)
 
 
 def store_layer(
@@ -36,11 +44,8 @@ def store_layer(
 ) -> Pool:
     """Write one layer's K/V at their slots."""
     flat = pool.reshape(*pool.shape[:2], -1, *pool.shape[4:])
-    rows = _rows(slots, flat.shape[2])
     with jax.named_scope("store"):
-        return (
-            flat.at[layer, :, rows].set(jnp.stack([k, v], axis=1), mode="drop", unique_indices=True).reshape(pool.shape)
-        )
+        return _scatter(flat, (layer, slice(None)), slots, jnp.stack([k, v], axis=1), axis=0).reshape(pool.shape)
 
 
 def gather_pages(pool: Pool, layer: int, pages: Int[Array, "B W"]) -> tuple[Array, Array]:
