@@ -71,9 +71,10 @@ def query_step(
     each request as `block_tables` is wide."""
     N, Q = block_tables.shape[0], config.query_len
     keys = dense.find_keys(block_tables, inputs.seq_lens, config.page_size)
+    slots = inputs.query_slots.long()  # once, for the indexing of all layers
 
     def attend(pool, layer, q, k, v):
-        pool = store_layer(pool, layer, k.flatten(0, 1), v.flatten(0, 1), inputs.query_slots)
+        pool = store_layer(pool, layer, k.flatten(0, 1), v.flatten(0, 1), slots)
         return pool, dense.attend_keys(pool, layer, q, keys)
 
     x = drafter.embed(weights, inputs.input_ids.reshape(N, Q))

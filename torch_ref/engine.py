@@ -86,12 +86,13 @@ class DraftEngine:
 
     def propose(self, step: TargetStep, features: Float[np.ndarray | Tensor, "M F"]) -> Int[np.ndarray, "n K"]:
         """K draft tokens for each request of the step, in its order; waits for them. `features` as in JAX: numpy of
-        exactly the step's rows, or a device tensor padded to a row bucket. Raises InputError before anything changed."""
+        exactly the step's rows, or a tensor padded to a row bucket. Raises InputError before anything has changed."""
         return self.propose_padded(step, features)[: len(step.request_ids)].cpu().numpy()
 
     @torch.inference_mode()
     def propose_padded(self, step: TargetStep, features: Float[np.ndarray | Tensor, "M F"]) -> Int[Tensor, "N K"]:
-        """As `propose` without waiting: the bucket's device tensor, whose rows past the step's requests mean nothing."""
+        """As `propose` without waiting: the bucket's device tensor, whose rows past the step's requests mean nothing.
+        A replayed graph's tokens are static memory, which its next replay overwrites."""
         if not self.captured:
             raise InputError("the engine has no programs yet; call capture() first")
         n, Q = len(step.request_ids), self.config.query_len
@@ -105,15 +106,15 @@ class DraftEngine:
             raise InputError(
                 f"features are {features.dtype}, expected {self.dtype}, the dtype of the drafter's weights"
             )
-        columns = self.requests.reserve(step)
         features = to_device(features, self.dtype, self.device)[:num_rows]
+        columns = self.requests.reserve(step)
         if self.graphs is None or descriptor.mode is GraphMode.NONE:
             return self._eager(descriptor, columns, features)
         return self._replay(descriptor, columns, features, own_rows)
 
     def _pack(self, descriptor: BatchDescriptor, columns: dict[str, np.ndarray], num_rows: int) -> Int[Tensor, "_"]:
-        ints = self.config.layout(descriptor.num_reqs).pack(columns, num_rows)
-        return to_device(ints, torch.int32, self.device)
+        """The bucket's integers, still on the host."""
+        return torch.from_numpy(self.config.layout(descriptor.num_reqs).pack(columns, num_rows))
 
     def _eager(
         self, descriptor: BatchDescriptor, columns: dict[str, np.ndarray], features: Tensor
@@ -127,7 +128,7 @@ class DraftEngine:
             self.weights,
             self.state,
             features,
-            self._pack(descriptor, columns, features.shape[0]),
+            self._pack(descriptor, columns, features.shape[0]).to(self.device),
             num_reqs=descriptor.num_reqs,
             table_width=self.requests.num_pages_for(longest),
             taps=self.last_taps,
@@ -139,9 +140,8 @@ class DraftEngine:
     ) -> Int[Tensor, "N K"]:
         """vLLM's rule: rows past the graph's own are stored eagerly first, then the graph stores rows [0, own_rows)."""
         if (num_rows := features.shape[0]) > own_rows:
-            inputs, _ = step_inputs(
-                self.config, self._pack(descriptor, columns, num_rows), descriptor.num_reqs, num_rows
-            )
+            ints = self._pack(descriptor, columns, num_rows).to(self.device)
+            inputs, _ = step_inputs(self.config, ints, descriptor.num_reqs, num_rows)
             surplus = inputs._replace(
                 context_positions=inputs.context_positions[own_rows:], context_slots=inputs.context_slots[own_rows:]
             )

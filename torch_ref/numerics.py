@@ -45,9 +45,10 @@ def store(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def to_device(x, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """A numpy array or tensor as a tensor of that dtype on that device; numpy's bfloat16 goes through float32."""
+    """A numpy array or tensor as a tensor of that dtype on that device; numpy's bfloat16 goes through float32. numpy is
+    copied: it may be a read-only view of another framework's array."""
     if not isinstance(x, Tensor):
-        x = torch.from_numpy(x if x.dtype.kind in "fiu" else x.astype("float32"))
+        x = torch.tensor(x if x.dtype.kind in "fiu" else x.astype("float32"))
     return x.to(device, dtype)
 
 
