@@ -32,6 +32,22 @@ def test_only_pads_leave_the_pool_as_it_is(f):
     np.testing.assert_array_equal(numpy(pool), fill)
 
 
+@pytest.mark.parametrize("slot", [-1, 0, 14])
+def test_one_row(f, slot):
+    """A batch of one context row, which JAX stores as two: the second one must land nowhere."""
+    fill = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
+    kv, expected = context_kv(1), fill.reshape(2, 2, 15, 2, 4).copy()
+    if slot >= 0:
+        expected[:, :, slot] = kv[:, :, 0]
+    pool = f.kv_cache.store_context(f.pool(SHAPE, fill=fill), f.floats(kv), f.ints([slot]))
+    np.testing.assert_array_equal(numpy(pool).reshape(expected.shape), expected)
+    pool = f.pool(SHAPE, fill=fill)
+    for layer in range(2):
+        k, v = (f.floats(kv[layer, i]) for i in (0, 1))
+        pool = f.kv_cache.store_layer(pool, layer, k, v, f.ints([slot]))
+    np.testing.assert_array_equal(numpy(pool).reshape(expected.shape), expected)
+
+
 def test_store_context_equals_store_layer_by_layer(f):
     """Layers, or K and V, swapped in the one scatter of all layers."""
     kv, slots = context_kv(5), f.ints([14, 3, 7, -1, 9])
