@@ -79,7 +79,11 @@ def run_trace(engine, ids, steps=3, seed=0):
     for request_id in ids:
         engine.add_request(request_id)
     lens = [5 + request_id for request_id in ids]
-    drafts = [engine.propose(step_for(ids, lens), np.concatenate([features(n, 100 + i) for i, n in zip(ids, lens)]))]
+    drafts = [
+        engine.propose(
+            step_for(ids, lens), np.concatenate([features(n, 100 + i) for i, n in zip(ids, lens, strict=True)])
+        )
+    ]
     for step in range(steps):
         rows = np.concatenate([features(K + 1, 1000 * step + i) for i in ids])
         drafts.append(engine.propose(step_for(ids, K + 1, [(i + step) % (K + 1) for i in ids]), rows))
