@@ -30,6 +30,7 @@ def compare(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(help="Requests in one step at most.")] = 8,
     max_model_len: Annotated[int, typer.Option(help="Positions of a request at most.")] = 1024,
+    compile_cache: Annotated[Path | None, typer.Option(help="Keep compiled programs here for later runs.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line only.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.")] = None,
 ) -> None:
@@ -50,6 +51,7 @@ def compare(
         num_speculative_tokens=num_speculative_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        compile_cache=None if compile_cache is None else str(compile_cache),
     )
     result = job_module.compare(job)
     if not as_json:

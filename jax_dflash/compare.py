@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from jax_dflash.buckets import GraphMode
 from jax_dflash.config import InputError, check_pair, load_draft_config, load_target_config
 from jax_dflash.engine import DraftEngine
 from jax_dflash.greedy_loop import GreedyLoop, LoopStep
-from jax_dflash.programs import num_compiles
+from jax_dflash.programs import num_compiles, use_compile_cache
 from jax_dflash.taps import TAPS
 from torch_ref import drafter as torch_drafter
 from torch_ref import numerics as torch_numerics
@@ -58,6 +59,7 @@ class CompareJob:
     num_speculative_tokens: int | None
     max_num_seqs: int
     max_model_len: int
+    compile_cache: str | None = None
     num_prompts: int = 24
     max_new_tokens: int = 96
     timed_steps: int = 30
@@ -287,11 +289,11 @@ def _count_torch_acceptance(tally: Tally, event: LoopStep) -> None:
         tally.torch_steps += 1
 
 
-def time_frameworks(job: CompareJob, frameworks: list[str], advance: Callable[[str], None]) -> dict[str, list[dict]]:
+def time_frameworks(job: CompareJob, frameworks: list[str], compile_cache: str, advance: Callable[[str], None]) -> dict[str, list[dict]]:
     """Each framework's `steptime` rows, from a process of its own."""
     spec = {
         "checkpoint": str(job.checkpoint), "target": str(job.target), "device": job.device, "dtype": job.dtype,
-        "engine": engine_sizes(job), "context": min(256, job.max_model_len // 2), "steps": job.timed_steps,
+        "engine": engine_sizes(job), "compile_cache": compile_cache, "context": min(256, job.max_model_len // 2), "steps": job.timed_steps,
     }  # fmt: skip
     rows = {}
     for framework in frameworks:
@@ -313,7 +315,9 @@ def compare(job: CompareJob, *, progress: bool = True) -> dict[str, Any]:
     """Run the whole job; the JSON document of the command line. Raises InputError for bad input."""
     check_job(job)
     torch_numerics.pin_numerics()
-    with torch.inference_mode():
+    with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
+        compile_cache = job.compile_cache or scratch  # the timing process need not compile again
+        use_compile_cache(compile_cache)
         drafters = Drafters(job, progress)
         with Progress(console=Console(stderr=True), disable=not progress, transient=True) as bar:
             task = bar.add_task("Drafting in lockstep", total=job.num_prompts)

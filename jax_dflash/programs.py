@@ -6,10 +6,12 @@ A `Compiled` cannot retrace, which is what a CUDA graph promises; the live conte
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.stages import Compiled
+from jax.stages import Compiled, Lowered
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from jax_dflash.buckets import BatchDescriptor, BucketLadder, GraphMode
 from jax_dflash.batch import EngineConfig
+from jax_dflash.buckets import BatchDescriptor, BucketLadder, GraphMode
 from jax_dflash.draft_step import DraftState, context_step, draft_step, step_inputs, zero_state
 from jax_dflash.drafter import DraftWeights
 from jax_dflash.numerics import COMPILER_OPTIONS
@@ -76,6 +78,22 @@ class CaptureRow:
     seconds: float
     temp_bytes: int
     alias_bytes: int
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A traced program on its way to be compiled."""
+
+    name: str
+    num_reqs: int
+    context_rows: int
+    lowered: Lowered
+    options: dict[str, Any]
+
+    def compile(self) -> tuple[Compiled, float]:
+        """The program and the seconds it took; safe in any thread."""
+        start = time.perf_counter()
+        return self.lowered.compile(self.options), time.perf_counter() - start
 
 
 class Programs:
@@ -140,45 +158,46 @@ class Programs:
 
         return dflash_context
 
-    def _compile(self, name: str, function: Callable, abstract: tuple) -> Compiled:
-        start = time.perf_counter()
-        compiled = jax.jit(function, donate_argnums=1).lower(*abstract).compile(self.compiler_options)
+    def _lower(self, name: str, function: Callable, num_reqs: int, context_rows: int) -> "_Job":
+        abstract = self.abstract_args(num_reqs, context_rows)
+        lowered = jax.jit(function, donate_argnums=1).lower(*abstract)
+        return _Job(name, num_reqs, context_rows, lowered, self.compiler_options)
+
+    def _finish(self, job: "_Job", compiled: Compiled, seconds: float) -> Compiled:
         memory = compiled.memory_analysis()
-        self.report.append(
-            CaptureRow(name, time.perf_counter() - start, memory.temp_size_in_bytes, memory.alias_size_in_bytes)
-        )
+        self.report.append(CaptureRow(job.name, seconds, memory.temp_size_in_bytes, memory.alias_size_in_bytes))
         return compiled
 
     def capture(self, state: DraftState, *, progress: bool = True) -> DraftState:
-        """Compile every bucket, largest first, and run each once on PAD slots. The state comes back unchanged."""
+        """Compile every bucket, largest first, and run each once on PAD slots. The state comes back unchanged.
+
+        Tracing is Python and stays in this thread; XLA compiles in others, one per core.
+        """
         descriptors = self.ladder.capture_order(GraphMode.FULL)
-        with _progress(progress) as bar:
-            task = bar.add_task(
-                "Capturing draft programs (FULL)", total=len(descriptors) + len(self.config.row_buckets), last=""
-            )
-            for descriptor in descriptors:
-                abstract = self.abstract_args(descriptor.num_reqs, self.context_rows(descriptor.num_reqs))
-                compiled = self._compile(str(descriptor), self.step_function(descriptor.num_reqs), abstract)
-                self.steps[descriptor] = compiled
-                state = self._warm_up(compiled, state, descriptor.num_reqs, abstract)[0]
-                self._advance(bar, task)
-            for rows in reversed(self.config.row_buckets):
-                abstract = self.abstract_args(self.config.max_num_seqs, rows)
-                compiled = self._compile(f"context {rows} rows", self.context_function(), abstract)
-                self.contexts[rows] = compiled
-                state = self._warm_up(compiled, state, self.config.max_num_seqs, abstract)[0]
-                self._advance(bar, task)
+        steps = [
+            self._lower(str(d), self.step_function(d.num_reqs), d.num_reqs, self.context_rows(d.num_reqs))
+            for d in descriptors
+        ]
+        buckets = self.config.row_buckets[::-1]
+        contexts = [
+            self._lower(f"context {rows} rows", self.context_function(), self.config.max_num_seqs, rows)
+            for rows in buckets
+        ]
+        jobs = steps + contexts
+        with _progress(progress) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+            task = bar.add_task("Capturing draft programs (FULL)", total=len(jobs), last="")
+            done = []
+            for job, future in [(job, pool.submit(job.compile)) for job in jobs]:
+                compiled = self._finish(job, *future.result())
+                done.append(compiled)
+                features = self.blank_features(job.context_rows)
+                state = compiled(self._leaves, state, features, self.config.layout(job.num_reqs).empty())[0]
+                row = self.report[-1]
+                last = f"{row.program}: {row.seconds:.1f} s, {row.temp_bytes / 2**20:.1f} MiB temporary"
+                bar.update(task, advance=1, last=last)
+        self.steps = dict(zip(descriptors, done[: len(steps)], strict=True))
+        self.contexts = dict(zip(buckets, done[len(steps) :], strict=True))
         return jax.block_until_ready(state)
-
-    def _advance(self, bar: Progress, task) -> None:
-        row = self.report[-1]
-        bar.update(
-            task, advance=1, last=f"{row.program}: {row.seconds:.1f} s, {row.temp_bytes / 2**20:.1f} MiB temporary"
-        )
-
-    def _warm_up(self, compiled: Compiled, state: DraftState, num_reqs: int, abstract: tuple):
-        features = self.blank_features(abstract[2].shape[0])
-        return compiled(self._leaves, state, features, self.config.layout(num_reqs).empty())
 
     def blank_features(self, rows: int) -> jax.Array:
         """Zeros for a step whose context is already stored. Made once per row count: features are never donated."""
@@ -188,9 +207,10 @@ class Programs:
 
     def compile_eager(self, num_reqs: int) -> None:
         """A program for a request count that no bucket covers."""
-        abstract = self.abstract_args(num_reqs, self.context_rows(num_reqs))
-        self.eager[num_reqs] = self._compile(f"eager {num_reqs} requests", self.step_function(num_reqs), abstract)
-        self.blank_features(abstract[2].shape[0])
+        rows = self.context_rows(num_reqs)
+        job = self._lower(f"eager {num_reqs} requests", self.step_function(num_reqs), num_reqs, rows)
+        self.eager[num_reqs] = self._finish(job, *job.compile())
+        self.blank_features(rows)
         log.warning(
             "no bucket covers %d requests: compiled an eager program in %.1f s", num_reqs, self.report[-1].seconds
         )

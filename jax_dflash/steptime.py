@@ -69,8 +69,10 @@ def _jax_engine(job: dict):
     from jax_dflash.drafter import load_drafter, pack_drafter
     from jax_dflash.engine import DraftEngine
     from jax_dflash.numerics import as_dtype
+    from jax_dflash.programs import use_compile_cache
     from jax_dflash.target import load_target, pack_target
 
+    use_compile_cache(job["compile_cache"])
     dtype = as_dtype(job["dtype"])
     config, drafter = load_drafter(job["checkpoint"], dtype)
     target_config, target = load_target(job["target"], dtype)

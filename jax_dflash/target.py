@@ -79,7 +79,7 @@ def target_forward(
     weights: TargetWeights,
     config: TargetConfig,
     pool: Pool,
-    ids_BT: Int[Array, "B T"],
+    x_BTD: Float[Array, "B T D"],
     positions_BT: Int[Array, "B T"],
     attend: Attend,
     taps: tuple[int, ...] = (),
@@ -88,7 +88,7 @@ def target_forward(
 
     Tap m is the residual stream after m layers (0 = embeddings), before the final norm also at the last layer.
     """
-    x = weights.embed_tokens[ids_BT]
+    x = x_BTD
     states = [x]
     table = rope_table(positions_BT, config.geometry, x.dtype)
     for layer, layer_weights in enumerate(weights.layers):
@@ -101,6 +101,11 @@ def target_forward(
             states.append(x)
     features = jnp.concatenate([states[m] for m in taps], axis=-1) if taps else x[..., :0]
     return pool, rms_norm(x, weights.norm, config.geometry.rms_norm_eps), features
+
+
+def embed(weights: TargetWeights, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
+    """Rows of the embedding."""
+    return weights.embed_tokens[ids]
 
 
 def compute_logits(weights: TargetWeights, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
@@ -143,7 +148,7 @@ class TargetRunner:
                 pool = store_layer(pool, layer, k.reshape(B * T, *k.shape[2:]), v.reshape(B * T, *v.shape[2:]), slots)
                 return pool, dense.attention(pool, layer, q, jnp.asarray(tables), seq_lens, positions)
 
-            pool, hidden, features = target_forward(weights, config, pool, ids, positions, attend, taps)
+            pool, hidden, features = target_forward(weights, config, pool, embed(weights, ids), positions, attend, taps)
             return pool, greedy(compute_logits(weights, hidden)), features
 
         self._step = jax.jit(target_step, donate_argnums=1, compiler_options=COMPILER_OPTIONS)

@@ -165,7 +165,7 @@ def test_features_are_hidden_states_after_the_named_layers(f):
 
     def run(weights, ids, positions):
         attend = lambda pool, layer, q, k, v: (pool, q)  # noqa: E731
-        return f.target.target_forward(weights, config, (), ids, positions, attend, taps)[2]
+        return f.target.target_forward(weights, config, (), f.target.embed(weights, ids), positions, attend, taps)[2]
 
     features = f.run(run, f.target.pack(f.tree(values), config), f.ints([[0, 0]]), f.ints([[0, 1]]))
     np.testing.assert_allclose(numpy(features) - 1, [[[1, 111], [1, 111]]], rtol=1e-6)

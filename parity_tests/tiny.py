@@ -159,7 +159,9 @@ def forward(f: Framework, dtype: str = "float32") -> dict[str, np.ndarray]:
             return pool, f.dense.attention(pool, layer, q, tables, seq_lens, positions)
 
         taps = DRAFT.hidden_state_indices
-        pool, hidden, features = f.target.target_forward(weights, TARGET, pool, ids, positions, attend, taps)
+        pool, hidden, features = f.target.target_forward(
+            weights, TARGET, pool, f.target.embed(weights, ids), positions, attend, taps
+        )
         return {
             "target_hidden": hidden,
             "target_features": features,

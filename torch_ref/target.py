@@ -76,7 +76,7 @@ def target_forward(
     weights: TargetWeights,
     config: TargetConfig,
     pool: Pool,
-    ids_BT: Int[Tensor, "B T"],
+    x_BTD: Float[Tensor, "B T D"],
     positions_BT: Int[Tensor, "B T"],
     attend: Attend,
     taps: tuple[int, ...] = (),
@@ -85,7 +85,7 @@ def target_forward(
 
     Tap m is the residual stream after m layers (0 = embeddings), before the final norm also at the last layer.
     """
-    x = weights.embed_tokens[ids_BT]
+    x = x_BTD
     states = [x]
     table = rope_table(positions_BT, config.geometry, x.dtype)
     for layer, layer_weights in enumerate(weights.layers):
@@ -97,6 +97,11 @@ def target_forward(
         states.append(x)
     features = torch.cat([states[m] for m in taps], dim=-1) if taps else x[..., :0]
     return pool, rms_norm(x, weights.norm, config.geometry.rms_norm_eps), features
+
+
+def embed(weights: TargetWeights, ids: Int[Tensor, "..."]) -> Float[Tensor, "... D"]:
+    """Rows of the embedding."""
+    return weights.embed_tokens[ids]
 
 
 def compute_logits(weights: TargetWeights, hidden: Float[Tensor, "... D"]) -> Float[Tensor, "... V"]:
