@@ -57,12 +57,19 @@ def time_shape(hidden: int, layers: int, mlp: int, draft_layers: int, block: int
         geometry=Geometry(num_layers=draft_layers, **size), block_size=block, mask_token_id=257, target_layer_ids=taps,
         target_hidden_size=hidden, dtype="float32",
     )  # fmt: skip
-    target = targets.pack_target(targets.Target(target_config, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")), target_config)
+    target = targets.pack_target(
+        targets.Target(target_config, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")), target_config
+    )
     drafter = drafters.Drafter(config, rngs=nnx.Rngs(1), dtype=jnp.dtype("float32"))
     weights = drafters.pack_drafter(drafter, config, target.embed_tokens, target.lm_head)
 
     runner = targets.TargetRunner(
-        target_config, target, taps=config.hidden_state_indices, max_num_seqs=1, max_model_len=MAX_LEN, widths=(1, block)
+        target_config,
+        target,
+        taps=config.hidden_state_indices,
+        max_num_seqs=1,
+        max_model_len=MAX_LEN,
+        widths=(1, block),
     )
     plain = median_ms(lambda: runner.run([0], [LIVE], [[1]]))
     verify = median_ms(lambda: runner.run([0], [LIVE], [[1] * block]))

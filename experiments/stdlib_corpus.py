@@ -60,7 +60,9 @@ def main() -> None:
     np.savez_compressed(args.out, tokens=tokens)
     rows = write_excerpts(held_out, args.excerpts) if args.excerpts else []
     if rows:
-        (args.excerpts / "index.json").write_text(json.dumps({"python": sys.version.split()[0], "files": rows}, indent=1) + "\n")
+        (args.excerpts / "index.json").write_text(
+            json.dumps({"python": sys.version.split()[0], "files": rows}, indent=1) + "\n"
+        )
     digest = hashlib.sha256(tokens.tobytes()).hexdigest()
     print(json.dumps({
         "job": "stdlib_corpus", "python": sys.version.split()[0], "train_files": len(train), "tokens": len(tokens),

@@ -54,7 +54,10 @@ CHUNK = 50  # optimiser steps of one call on the device
 class Recipe:
     """How long and how wide; a stage is (steps, batch, length, peak rate, seconds at most). The second teaches long positions."""
 
-    target_stages: tuple[tuple[int, int, int, float, float], ...] = ((6000, 64, 512, 3e-3, 150), (800, 32, 1024, 6e-4, 35))
+    target_stages: tuple[tuple[int, int, int, float, float], ...] = (
+        (6000, 64, 512, 3e-3, 150),
+        (800, 32, 1024, 6e-4, 35),
+    )
     answers: int = 36864
     answer_batch: int = 2048
     answer_len: int = 256
@@ -173,7 +176,12 @@ def accepted_length(out: Path, dtype_name: str, K: int, num_prompts: int) -> dic
     )  # fmt: skip
     engine.capture(progress=False)
     runner = targets.TargetRunner(
-        target_config, weights, taps=config.hidden_state_indices, max_num_seqs=16, max_model_len=768, widths=(K + 1, 128)
+        target_config,
+        weights,
+        taps=config.hidden_state_indices,
+        max_num_seqs=16,
+        max_model_len=768,
+        widths=(K + 1, 128),
     )
     prompts = excerpts.prompts(out / "target", num_prompts, (200, 300, 400))
     loop = GreedyLoop(runner, prompts, max_new_tokens=128, chunk=128, eos=EOS)
@@ -237,7 +245,11 @@ def main() -> None:
         write_log(args.out / "train-drafter.jsonl", log)
     results = [accepted_length(args.out, "float32", K, recipe.eval_prompts) for K in args.evaluate]
     write_log(args.out / "accepted-length.jsonl", results)
-    print(json.dumps({"job": "train_builtin_pair", "seconds": round(time.perf_counter() - started, 1), "results": results}))
+    print(
+        json.dumps(
+            {"job": "train_builtin_pair", "seconds": round(time.perf_counter() - started, 1), "results": results}
+        )
+    )
 
 
 if __name__ == "__main__":

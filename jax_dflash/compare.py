@@ -289,7 +289,9 @@ def _count_torch_acceptance(tally: Tally, event: LoopStep) -> None:
         tally.torch_steps += 1
 
 
-def time_frameworks(job: CompareJob, frameworks: list[str], compile_cache: str, advance: Callable[[str], None]) -> dict[str, list[dict]]:
+def time_frameworks(
+    job: CompareJob, frameworks: list[str], compile_cache: str, advance: Callable[[str], None]
+) -> dict[str, list[dict]]:
     """Each framework's `steptime` rows, from a process of its own."""
     spec = {
         "checkpoint": str(job.checkpoint), "target": str(job.target), "device": job.device, "dtype": job.dtype,
@@ -329,7 +331,7 @@ def compare(job: CompareJob, *, progress: bool = True) -> dict[str, Any]:
             frameworks = ["jax", "torch-eager", *(["torch-graph"] if job.device == "gpu" else [])]
             task = bar.add_task("Timing", total=len(frameworks))
             times = time_frameworks(
-                job, frameworks, lambda name: bar.update(task, description=f"Timing {name}", advance=1)
+                job, frameworks, compile_cache, lambda name: bar.update(task, description=f"Timing {name}", advance=1)
             )
     return _document(job, tally, loop, times, descriptors, programs, eager_compiles)
 

@@ -66,7 +66,9 @@ def draft_logits(
     (B, S), A, T = tokens.shape, anchors.shape[1], config.block_size
     positions = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
     combined = drafters.combine_hidden_states(weights, features)
-    context = jax.vmap(lambda x, p: drafters.precompute_context_kv(weights, config, x, p), out_axes=2)(combined, positions)
+    context = jax.vmap(lambda x, p: drafters.precompute_context_kv(weights, config, x, p), out_axes=2)(
+        combined, positions
+    )
     mask = block_mask(anchors, S, T)
 
     def attend(pool, layer, q, k, v):
@@ -95,13 +97,18 @@ def draft_loss(
     return jnp.mean(losses) / jnp.mean(weight), 1 + jnp.mean(jnp.sum(right, axis=-1))
 
 
-def target_loss(params: Params, config: TargetConfig, dtype: jnp.dtype, tokens: Int[Array, "B S+1"]) -> Float[Array, ""]:
+def target_loss(
+    params: Params, config: TargetConfig, dtype: jnp.dtype, tokens: Int[Array, "B S+1"]
+) -> Float[Array, ""]:
     """Mean cross entropy of the next token."""
     weights = targets.pack({name: store(value, dtype) for name, value in params.items()}, config)
     ids, labels = tokens[:, :-1], tokens[:, 1:]
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     # The gradient of a lookup is a scatter in which a batch's tokens all fall on a few rows; a product has none.
-    x = store(accum_einsum("bsv,vd->bsd", jax.nn.one_hot(ids, len(weights.embed_tokens), dtype=dtype), weights.embed_tokens), dtype)
+    x = store(
+        accum_einsum("bsv,vd->bsd", jax.nn.one_hot(ids, len(weights.embed_tokens), dtype=dtype), weights.embed_tokens),
+        dtype,
+    )
     _, hidden, _ = targets.target_forward(weights, config, None, x, positions, causal_attend)
     logits = targets.compute_logits(weights, hidden)
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
@@ -114,7 +121,9 @@ def optimizer(weight_decay: float = 0.01) -> optax.GradientTransformation:
     def decayed(params):
         return jax.tree.map(lambda x: x.ndim > 1, params)
 
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1.0, b2=0.95, weight_decay=weight_decay, mask=decayed))
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(1.0, b2=0.95, weight_decay=weight_decay, mask=decayed)
+    )
 
 
 def learning_rate(peak: float, step: Int[np.ndarray, "n"], num_steps: int) -> Float[np.ndarray, "n"]:
