@@ -30,7 +30,7 @@ from jax_dflash.buckets import GraphMode
 from jax_dflash.config import InputError, check_pair, load_draft_config, load_target_config
 from jax_dflash.engine import DraftEngine
 from jax_dflash.greedy_loop import GreedyLoop, LoopStep
-from jax_dflash.programs import num_compiles, use_compile_cache
+from jax_dflash.programs import compile_cache, num_compiles
 from jax_dflash.taps import TAPS
 from torch_ref import drafter as torch_drafter
 from torch_ref import numerics as torch_numerics
@@ -290,18 +290,18 @@ def _count_torch_acceptance(tally: Tally, event: LoopStep) -> None:
 
 
 def time_frameworks(
-    job: CompareJob, frameworks: list[str], compile_cache: str, advance: Callable[[str], None]
+    job: CompareJob, frameworks: list[str], cache: str, advance: Callable[[str], None]
 ) -> dict[str, list[dict]]:
     """Each framework's `steptime` rows, from a process of its own."""
     spec = {
         "checkpoint": str(job.checkpoint), "target": str(job.target), "device": job.device, "dtype": job.dtype,
-        "engine": engine_sizes(job), "compile_cache": compile_cache, "context": min(256, job.max_model_len // 2), "steps": job.timed_steps,
+        "engine": engine_sizes(job), "compile_cache": cache, "context": min(256, job.max_model_len // 2), "steps": job.timed_steps,
     }  # fmt: skip
     rows = {}
     for framework in frameworks:
         advance(framework)
         result = subprocess.run(
-            [sys.executable, "-m", "jax_dflash.steptime", "-"],
+            [sys.executable, "-m", "jax_dflash.steptime"],
             input=json.dumps(spec | {"framework": framework}),
             capture_output=True,
             text=True,
@@ -318,9 +318,9 @@ def compare(job: CompareJob, *, progress: bool = True) -> dict[str, Any]:
     check_job(job)
     torch_numerics.pin_numerics()
     with torch.inference_mode(), tempfile.TemporaryDirectory() as scratch:
-        compile_cache = job.compile_cache or scratch  # the timing process need not compile again
-        use_compile_cache(compile_cache)
-        drafters = Drafters(job, progress)
+        cache = job.compile_cache or scratch  # the timing process need not compile again
+        with compile_cache(cache):
+            drafters = Drafters(job, progress)
         with Progress(console=Console(stderr=True), disable=not progress, transient=True) as bar:
             task = bar.add_task("Drafting in lockstep", total=job.num_prompts)
             tally, loop = run_lockstep(job, drafters, lambda done, total: bar.update(task, completed=done, total=total))
@@ -331,7 +331,7 @@ def compare(job: CompareJob, *, progress: bool = True) -> dict[str, Any]:
             frameworks = ["jax", "torch-eager", *(["torch-graph"] if job.device == "gpu" else [])]
             task = bar.add_task("Timing", total=len(frameworks))
             times = time_frameworks(
-                job, frameworks, compile_cache, lambda name: bar.update(task, description=f"Timing {name}", advance=1)
+                job, frameworks, cache, lambda name: bar.update(task, description=f"Timing {name}", advance=1)
             )
     return _document(job, tally, loop, times, descriptors, programs, eager_compiles)
 

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled, Lowered
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -63,11 +64,24 @@ def forbid_compiles(what: str) -> Iterator[None]:
         )
 
 
-def use_compile_cache(directory: str | Path) -> None:
-    """Keep compiled programs in `directory` for later processes. Holds for the whole process; call before capture."""
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+@contextlib.contextmanager
+def compile_cache(directory: str | Path) -> Iterator[None]:
+    """Keep what compiles inside the block in `directory`, small programs too, for later processes to load."""
+    settings = {
+        "jax_compilation_cache_dir": str(directory),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX opens a cache once and would go on with an earlier directory, or none
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 @dataclass(frozen=True)

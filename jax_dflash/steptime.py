@@ -1,20 +1,17 @@
 """Milliseconds of one `propose()`, bucket by bucket, for one framework in a process of its own.
 
-python -m jax_dflash.steptime '{"framework": "torch-eager", ...}'     # one JSON line on stdout
+`python -m jax_dflash.steptime` reads its job as JSON on stdin and prints the rows as one JSON line.
 """
 
 import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
 from jax_dflash.batch import TargetStep
 from jax_dflash.buckets import GraphMode
-
-FRAMEWORKS = ("jax", "torch-eager", "torch-graph")
 
 
 def time_buckets(engine, device_features: Callable[[np.ndarray], object], *, context: int, steps: int) -> list[dict]:
@@ -69,15 +66,16 @@ def _jax_engine(job: dict):
     from jax_dflash.drafter import load_drafter, pack_drafter
     from jax_dflash.engine import DraftEngine
     from jax_dflash.numerics import as_dtype
-    from jax_dflash.programs import use_compile_cache
+    from jax_dflash.programs import compile_cache
     from jax_dflash.target import load_target, pack_target
 
-    use_compile_cache(job["compile_cache"])
     dtype = as_dtype(job["dtype"])
     config, drafter = load_drafter(job["checkpoint"], dtype)
     target_config, target = load_target(job["target"], dtype)
     shared = pack_target(target, target_config)
     engine = DraftEngine(config, pack_drafter(drafter, config, shared.embed_tokens, shared.lm_head), **job["engine"])
+    with compile_cache(job["compile_cache"]):
+        engine.capture(progress=False)
     return engine, lambda x: jax.device_put(x.astype(dtype))
 
 
@@ -93,7 +91,9 @@ def _torch_engine(job: dict, mode: str):
     target_config, target = load_target(job["target"], dtype, device)
     shared = pack_target(target, target_config)
     weights = pack_drafter(drafter, config, shared.embed_tokens, shared.lm_head)
-    return DraftEngine(config, weights, mode=mode, **job["engine"]), lambda x: to_device(x, dtype, device)
+    engine = DraftEngine(config, weights, mode=mode, **job["engine"])
+    engine.capture(progress=False)
+    return engine, lambda x: to_device(x, dtype, device)
 
 
 def main(job: dict) -> list[dict]:
@@ -103,9 +103,8 @@ def main(job: dict) -> list[dict]:
     else:
         mode = {"torch-eager": "eager", "torch-graph": "cuda_graph"}[job["framework"]]
         engine, device_features = _torch_engine(job, mode)
-    engine.capture(progress=False)
     return time_buckets(engine, device_features, context=job["context"], steps=job["steps"])
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(json.loads(Path(sys.argv[1]).read_text() if sys.argv[1] != "-" else sys.stdin.read()))))
+    print(json.dumps(main(json.load(sys.stdin))))

@@ -361,15 +361,15 @@ import sys, jax
 from collections import Counter
 counts = Counter()
 jax.monitoring.register_event_listener(lambda event, **_: counts.update([event]))
-from jax_dflash.programs import use_compile_cache
-use_compile_cache(sys.argv[1])
+from jax_dflash.programs import compile_cache
 from parity_tests import test_engine as t
 import jax.numpy as jnp
 from flax import nnx
 drafter = t.Drafter(t.CONFIG, rngs=nnx.Rngs(0), dtype=jnp.float32)
 weights = t.pack_drafter(drafter, t.CONFIG, jnp.ones((61, 24)), jnp.ones((61, 24)))
 counts.clear()
-t.make_engine(weights)
+with compile_cache(sys.argv[1]):
+    t.make_engine(weights)
 print(counts["/jax/compilation_cache/cache_hits"], counts["/jax/compilation_cache/cache_misses"])
 """
 
