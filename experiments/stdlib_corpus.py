@@ -59,15 +59,20 @@ def main() -> None:
     tokens = np.concatenate([np.append(np.frombuffer(text, np.uint8).astype(np.uint16), 256) for text in train])
     np.savez_compressed(args.out, tokens=tokens)
     rows = write_excerpts(held_out, args.excerpts) if args.excerpts else []
+    python = sys.version.split()[0]
     if rows:
-        (args.excerpts / "index.json").write_text(
-            json.dumps({"python": sys.version.split()[0], "files": rows}, indent=1) + "\n"
-        )
-    digest = hashlib.sha256(tokens.tobytes()).hexdigest()
-    print(json.dumps({
-        "job": "stdlib_corpus", "python": sys.version.split()[0], "train_files": len(train), "tokens": len(tokens),
-        "held_out_files": len(held_out), "excerpts": len(rows), "excerpt_bytes": sum(r["bytes"] for r in rows), "sha256": digest,
-    }))  # fmt: skip
+        (args.excerpts / "index.json").write_text(json.dumps({"python": python, "files": rows}, indent=1) + "\n")
+    result = {
+        "job": "stdlib_corpus",
+        "python": python,
+        "train_files": len(train),
+        "tokens": len(tokens),
+        "held_out_files": len(held_out),
+        "excerpts": len(rows),
+        "excerpt_bytes": sum(row["bytes"] for row in rows),
+        "sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ CHUNK = 50  # optimiser steps of one call on the device
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How long and how wide; a stage is (steps, batch, length, peak rate, seconds at most). The second teaches long positions."""
+    """How long and how wide. A target stage is (steps, batch, length, peak rate, seconds at most); the second teaches
+    long positions."""
 
     target_stages: tuple[tuple[int, int, int, float, float], ...] = (
         (6000, 64, 512, 3e-3, 150),

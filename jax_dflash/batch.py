@@ -232,12 +232,13 @@ class RequestTable:
             raise InputError(f"request {request_id!r} is already live; remove it first or pass another id")
         if not self._free_indices:
             raise InputError(
-                f"{len(self.requests) + 1} requests exceed max_num_seqs={self.config.max_num_seqs}; pass a larger max_num_seqs"
+                f"{len(self.requests) + 1} requests exceed max_num_seqs={self.config.max_num_seqs}; "
+                "pass a larger max_num_seqs"
             )
         if num_prompt_tokens > self.config.max_model_len:
             raise InputError(
-                f"request {request_id!r}: a prompt of {num_prompt_tokens} tokens exceeds max_model_len={self.config.max_model_len}; "
-                "shorten it or pass a larger max_model_len"
+                f"request {request_id!r}: a prompt of {num_prompt_tokens} tokens exceeds "
+                f"max_model_len={self.config.max_model_len}; shorten it or pass a larger max_model_len"
             )
         self.requests[request_id] = Request(self._free_indices.pop())
 
@@ -305,15 +306,14 @@ class RequestTable:
                     f"max_model_len={self.config.max_model_len}; pass a larger max_model_len or end the request"
                 )
         if self.external_pages:
-            width = self.num_pages_for(self.config.max_model_len)
-            shape = np.shape(step.block_tables)
-            if len(shape) != 2 or shape[0] != n or shape[1] > width:
-                raise InputError(f"block_tables has shape {list(shape)}, expected [{n}, at most {width}]")
-            if (
-                np.min(step.block_tables, initial=0) < 0
-                or np.max(step.block_tables, initial=0) >= self.allocator.num_pages
-            ):
-                raise InputError(f"block_tables holds page ids outside 0 to {self.allocator.num_pages - 1}")
+            self._check_tables(np.asarray([] if step.block_tables is None else step.block_tables), n)
+
+    def _check_tables(self, tables: np.ndarray, num_reqs: int) -> None:
+        width, last = self.num_pages_for(self.config.max_model_len), self.allocator.num_pages - 1
+        if tables.ndim != 2 or tables.shape[0] != num_reqs or tables.shape[1] > width:
+            raise InputError(f"block_tables has shape {list(tables.shape)}, expected [{num_reqs}, at most {width}]")
+        if np.min(tables, initial=0) < 0 or np.max(tables, initial=0) > last:
+            raise InputError(f"block_tables holds page ids outside 0 to {last}")
 
     def num_pages_for(self, num_tokens: int) -> int:
         return math.ceil(num_tokens / self.config.page_size)
@@ -326,8 +326,8 @@ class RequestTable:
         ]
         if sum(needed) > self.allocator.num_free:
             raise InputError(
-                f"the step needs {sum(needed)} more pages of {self.config.page_size} tokens, {self.allocator.num_free} are free; "
-                "remove a request or pass a larger num_pages"
+                f"the step needs {sum(needed)} more pages of {self.config.page_size} tokens, "
+                f"{self.allocator.num_free} are free; remove a request or pass a larger num_pages"
             )
         for request, count in zip(requests, needed, strict=True):
             request.pages += self.allocator.allocate(count)

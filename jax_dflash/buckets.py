@@ -27,20 +27,27 @@ class GraphMode(enum.Enum):
         return isinstance(self.value, tuple)
 
     def decode_mode(self) -> "GraphMode":
-        return GraphMode(self.value[0]) if self.separate_routine() else self
+        return GraphMode(self.value[0]) if isinstance(self.value, tuple) else self
 
     def mixed_mode(self) -> "GraphMode":
-        return GraphMode(self.value[1]) if self.separate_routine() else self
+        return GraphMode(self.value[1]) if isinstance(self.value, tuple) else self
 
 
 @dataclass(frozen=True)
 class BatchDescriptor:
-    """A bucket. `num_reqs` None: requests need no padding. `uniform_token_count`: every request's query length; None: any."""
+    """A bucket. `num_reqs` None: requests need no padding. `uniform_token_count`: the query length of every request;
+    None: any."""
 
     mode: GraphMode
     num_tokens: int
     num_reqs: int | None
     uniform_token_count: int | None = None
+
+    @property
+    def padded_reqs(self) -> int:
+        """`num_reqs` of a bucket that pads requests, as every bucket of a drafter does."""
+        assert self.num_reqs is not None, self
+        return self.num_reqs
 
     def covers(self, num_reqs: int, num_tokens: int, uniform_token_count: int | None) -> bool:
         """Whether such a batch may run in this bucket, padded."""
@@ -71,6 +78,8 @@ def vllm_default_sizes(max_num_seqs: int, num_speculative_tokens: int, max_num_b
 
 def row_bucket_sizes(max_rows: int) -> tuple[int, ...]:
     """Row counts of the context programs: powers of two from 16 below `max_rows`, and `max_rows` itself."""
+    if max_rows < 1:
+        raise InputError(f"max_rows={max_rows}; pass at least 1")
     sizes, size = [], MIN_ROW_BUCKET
     while size < max_rows:
         sizes.append(size)

@@ -25,7 +25,7 @@ from rich.table import Table
 from jax_dflash import drafter as jax_drafter
 from jax_dflash import excerpts, numerics
 from jax_dflash import target as jax_target
-from jax_dflash.batch import PAD_SLOT
+from jax_dflash.batch import PAD_SLOT, TargetStep
 from jax_dflash.buckets import GraphMode
 from jax_dflash.config import InputError, check_pair, load_draft_config, load_target_config
 from jax_dflash.engine import DraftEngine
@@ -136,7 +136,7 @@ class Drafters:
         self.all = [e for e in (self.jax, self.tapped, self.torch, self.oracle, self.graph) if e is not None]
 
 
-def engine_sizes(job: CompareJob) -> dict[str, int]:
+def engine_sizes(job: CompareJob) -> dict[str, Any]:
     """The arguments that every engine of a job has alike."""
     sizes = {"max_num_seqs": job.max_num_seqs, "max_model_len": job.max_model_len}
     return (
@@ -187,14 +187,15 @@ def run_lockstep(job: CompareJob, drafters: Drafters, advance: Callable[[int, in
                 if answer.request_id in engine.requests.requests:
                     engine.remove_request(answer.request_id)
         if event.step is not None:
-            loop.set_drafts(event.step, _compare_step(tally, job, drafters, event))
+            loop.set_drafts(event.step, _compare_step(tally, job, drafters, event.step, event.features))
         steps += 1
         advance(len(loop.finished), len(prompts))
     return tally, loop
 
 
-def _compare_step(tally: Tally, job: CompareJob, drafters: Drafters, event: LoopStep) -> np.ndarray:
-    step, features = event.step, event.features
+def _compare_step(
+    tally: Tally, job: CompareJob, drafters: Drafters, step: TargetStep, features: np.ndarray
+) -> np.ndarray:
     before = num_compiles()
     drafts = drafters.jax.propose(step, features)
     tally.compiles += num_compiles() - before
@@ -202,15 +203,17 @@ def _compare_step(tally: Tally, job: CompareJob, drafters: Drafters, event: Loop
     torch_drafts = drafters.torch.propose(step, features)
     drafters.oracle.propose(step, features)
     n, K = drafts.shape
-    bucket = drafters.jax.ladder.dispatch(n, n * (K + 1), K + 1).num_reqs or n
+    bucket = drafters.jax.ladder.dispatch(n, n * (K + 1), K + 1).padded_reqs
     if not np.array_equal(drafts, tapped):
         tally.fault("programs with taps draft other tokens than those without")
     if drafters.graph is not None and not np.array_equal(drafters.graph.propose(step, features), torch_drafts):
         tally.fault(f"a CUDA graph of {bucket} requests drafts other tokens than PyTorch eager")
 
-    ours = {name: np.asarray(value) for name, value in drafters.tapped.last_taps.items()}
-    theirs = {name: torch_numerics.to_numpy(value) for name, value in drafters.torch.last_taps.items()}
-    exact = {name: torch_numerics.to_numpy(value) for name, value in drafters.oracle.last_taps.items()}
+    ours = {name: np.asarray(value) for name, value in (drafters.tapped.last_taps or {}).items()}
+    theirs, exact = (
+        {name: torch_numerics.to_numpy(value) for name, value in (engine.last_taps or {}).items()}
+        for engine in (drafters.torch, drafters.oracle)
+    )
     num_rows = int(np.sum(step.num_context))
     if np.any(ours["context_slots"][num_rows:] != PAD_SLOT):
         tally.fault(f"padded context rows of a bucket of {bucket} requests have slots")
@@ -294,9 +297,15 @@ def time_frameworks(
 ) -> dict[str, list[dict]]:
     """Each framework's `steptime` rows, from a process of its own."""
     spec = {
-        "checkpoint": str(job.checkpoint), "target": str(job.target), "device": job.device, "dtype": job.dtype,
-        "engine": engine_sizes(job), "compile_cache": cache, "context": min(256, job.max_model_len // 2), "steps": job.timed_steps,
-    }  # fmt: skip
+        "checkpoint": str(job.checkpoint),
+        "target": str(job.target),
+        "device": job.device,
+        "dtype": job.dtype,
+        "engine": engine_sizes(job),
+        "compile_cache": cache,
+        "context": min(256, job.max_model_len // 2),
+        "steps": job.timed_steps,
+    }
     rows = {}
     for framework in frameworks:
         advance(framework)
@@ -351,14 +360,23 @@ def _document(
     by_reqs = {name: {row["num_reqs"]: row for row in rows} for name, rows in times.items()}
     buckets = []
     for descriptor in descriptors:
-        n = descriptor.num_reqs
+        n = descriptor.padded_reqs
         equal, compared, worst = tally.by_bucket.get(n, [0, 0, 0.0])
         ms = {name: round(rows[n]["ms"], 4) for name, rows in by_reqs.items()}
-        buckets.append({
-            "num_reqs": n, "num_tokens": descriptor.num_tokens, "tokens_compared": compared, "tokens_equal": equal,
-            "max_error": worst, "jax_ms": ms["jax"], "torch_eager_ms": ms["torch-eager"], "torch_graph_ms": ms.get("torch-graph"),
-            "spread": {name: [round(rows[n]["low"], 4), round(rows[n]["high"], 4)] for name, rows in by_reqs.items()},
-        })  # fmt: skip
+        spread = {name: [round(rows[n]["low"], 4), round(rows[n]["high"], 4)] for name, rows in by_reqs.items()}
+        buckets.append(
+            {
+                "num_reqs": n,
+                "num_tokens": descriptor.num_tokens,
+                "tokens_compared": compared,
+                "tokens_equal": equal,
+                "max_error": worst,
+                "jax_ms": ms["jax"],
+                "torch_eager_ms": ms["torch-eager"],
+                "torch_graph_ms": ms.get("torch-graph"),
+                "spread": spread,
+            }
+        )
     return {
         "job": "compare",
         "ok": not tally.faults,

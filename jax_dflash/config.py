@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 class InputError(ValueError):
@@ -78,7 +79,7 @@ class _Keys:
     def error(self, what: str) -> InputError:
         return InputError(f"{self.source}: {what}")
 
-    def get(self, key: str, kind: type, default=None):
+    def get(self, key: str, kind: type, default: Any = None) -> Any:
         """The value of a dotted key; null means the default; no default makes the key obligatory."""
         value = self.raw
         for part in key.split("."):

@@ -17,7 +17,7 @@ from jax_dflash.attention.dense import padded_width
 from jax_dflash.batch import EngineConfig, RequestTable, TargetStep
 from jax_dflash.buckets import BatchDescriptor, BucketLadder, GraphMode
 from jax_dflash.config import DraftConfig, InputError
-from jax_dflash.draft_step import zero_state
+from jax_dflash.draft_step import DraftState, zero_state
 from jax_dflash.drafter import DraftWeights
 from jax_dflash.programs import Programs, forbid_compiles
 
@@ -80,10 +80,21 @@ class DraftEngine:
             compiler_options=compiler_options,
         )
         self.strict = strict
-        self.state = zero_state(self.config, self.programs.dtype)
+        self._state: DraftState | None = zero_state(self.config, self.programs.dtype)
         self.captured = False
         self.eager_compiles = 0
         self.last_taps: dict[str, jax.Array] | None = None
+
+    @property
+    def state(self) -> DraftState:
+        """The pools. Raises RuntimeError once a failed step has consumed them."""
+        if self._state is None:
+            raise RuntimeError("the engine lost its pool in a step that failed; make a new DraftEngine")
+        return self._state
+
+    @state.setter
+    def state(self, state: DraftState) -> None:
+        self._state = state
 
     def capture(self, *, progress: bool = True) -> None:
         """Compile and warm up every bucket, largest first. The pool keeps its bits."""
@@ -112,11 +123,11 @@ class DraftEngine:
         if not self.captured:
             raise InputError("the engine has no programs yet; call capture() first")
         descriptor = self._dispatch(len(step.request_ids))
-        own_rows = self.programs.context_rows(descriptor.num_reqs)
+        own_rows = self.programs.context_rows(descriptor.padded_reqs)
         num_rows = int(np.sum(step.num_context))
         features = self._stage(features, num_rows, own_rows)
         columns = self.requests.reserve(step)
-        layout = self.config.layout(descriptor.num_reqs)
+        layout = self.config.layout(descriptor.padded_reqs)
         with forbid_compiles("propose()"):
             taps = {}
             if features.shape[0] != own_rows:
@@ -166,7 +177,5 @@ class DraftEngine:
 
     def _donate(self, call):
         """Run a call that consumes the state. If it fails the pool is gone, and the engine says so from then on."""
-        state, self.state = self.state, None
-        if state is None:
-            raise RuntimeError("the engine lost its pool in a step that failed; make a new DraftEngine")
+        state, self._state = self.state, None
         return call(state)

@@ -22,7 +22,7 @@ def tokenizer(directory: str | Path) -> Tokenizer:
 
 def texts() -> dict[str, str]:
     """Every held-out excerpt by file name: Python source that the builtin pair was not trained on."""
-    return {path.name: path.read_text() for path in sorted(EXCERPTS.glob("*.txt"))}
+    return {path.name: path.read_text() for path in sorted(EXCERPTS.glob("*.py.txt"))}
 
 
 def prompts(directory: str | Path, count: int, lengths: Sequence[int]) -> list[list[int]]:

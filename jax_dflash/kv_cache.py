@@ -52,4 +52,5 @@ def gather_pages(pool: Pool, layer: int, pages: Int[Array, "B W"]) -> tuple[Arra
     """One layer's keys and values of these pages, each `[B, W * page, K, H]`. Page ids must be in range."""
     kv = pool.at[layer, :, pages].get(mode="promise_in_bounds")  # [B, W, 2, page, K, H]
     k, v = kv[:, :, 0], kv[:, :, 1]
-    return (a.reshape(pages.shape[0], -1, *pool.shape[4:]) for a in (k, v))
+    shape = (pages.shape[0], -1, *pool.shape[4:])
+    return k.reshape(shape), v.reshape(shape)

@@ -1,12 +1,17 @@
 """flax.nnx modules that hold parameters under the checkpoint's own names. The maths lives in `layers.py`, `drafter.py`
 and `target.py` as functions of packed arrays; nothing here computes."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
 from jax_dflash.config import Geometry
+
+Module = TypeVar("Module", bound=nnx.Module)
 
 
 class Weight(nnx.Module):
@@ -48,7 +53,7 @@ def tensors(module: nnx.Module) -> dict[str, Array]:
     return {".".join(map(str, path)): param[...] for path, param in state}
 
 
-def from_tensors(module_class: type, config, values: dict[str, Array]) -> nnx.Module:
+def from_tensors(module_class: Callable[..., Module], config, values: dict[str, Array]) -> Module:
     """A module over these arrays, without drawing any. The names must be exactly the module's."""
     dtype = next(iter(values.values())).dtype
     abstract = nnx.eval_shape(lambda: module_class(config, rngs=nnx.Rngs(0), dtype=dtype))

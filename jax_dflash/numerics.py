@@ -22,7 +22,7 @@ def as_dtype(name: str) -> jnp.dtype:
     """The dtype of that name. Raises InputError; float64 needs JAX_ENABLE_X64, which holds for a whole process."""
     if name not in DTYPES:
         raise InputError(f"dtype {name!r} is unknown; pass one of {', '.join(DTYPES)}")
-    if name == "float64" and not jax.config.jax_enable_x64:
+    if name == "float64" and not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise InputError("float64 needs a process of its own with JAX_ENABLE_X64=1")
     return jnp.dtype(DTYPES[name])
 

@@ -40,11 +40,11 @@ def _compiles_by_thread() -> Counter:
     """Backend compilations so far by thread id; JAX calls the listener in the thread that compiles."""
     counts: Counter = Counter()
 
-    def listen(event: str, _seconds: float, **_):
+    def listen(event: str, duration: float, **_: Any):
         if event == COMPILE_EVENT:
             counts[threading.get_ident()] += 1
 
-    jax.monitoring.register_event_duration_secs_listener(listen)
+    jax.monitoring.register_event_duration_secs_listener(listen)  # pyright: ignore[reportArgumentType]
     return counts
 
 
@@ -179,6 +179,7 @@ class Programs:
 
     def _finish(self, job: "_Job", compiled: Compiled, seconds: float) -> Compiled:
         memory = compiled.memory_analysis()
+        assert memory is not None, "this backend reports no memory"
         self.report.append(CaptureRow(job.name, seconds, memory.temp_size_in_bytes, memory.alias_size_in_bytes))
         return compiled
 
@@ -189,7 +190,7 @@ class Programs:
         """
         descriptors = self.ladder.capture_order(GraphMode.FULL)
         steps = [
-            self._lower(str(d), self.step_function(d.num_reqs), d.num_reqs, self.context_rows(d.num_reqs))
+            self._lower(str(d), self.step_function(d.padded_reqs), d.padded_reqs, self.context_rows(d.padded_reqs))
             for d in descriptors
         ]
         buckets = self.config.row_buckets[::-1]
@@ -232,7 +233,7 @@ class Programs:
     def run_step(self, descriptor: BatchDescriptor, state: DraftState, features, ints: np.ndarray):
         """(state, draft_tokens [N, K], taps). The state passed in is consumed."""
         eager = descriptor.mode is GraphMode.NONE
-        compiled = self.eager[descriptor.num_reqs] if eager else self.steps[descriptor]
+        compiled = self.eager[descriptor.padded_reqs] if eager else self.steps[descriptor]
         return compiled(self._leaves, state, features, ints)
 
     def run_context(self, rows: int, state: DraftState, features, ints: np.ndarray):

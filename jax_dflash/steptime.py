@@ -24,7 +24,7 @@ def time_buckets(engine, device_features: Callable[[np.ndarray], object], *, con
     rng = np.random.default_rng(0)
     rows = []
     for descriptor in reversed(engine.ladder.capture_order(GraphMode.FULL)):
-        n = descriptor.num_reqs
+        n = descriptor.padded_reqs
         ids = list(range(n))
         for request_id in ids:
             engine.add_request(request_id)

@@ -143,8 +143,8 @@ class TrainState(NamedTuple):
 
 def init_state(params: Params, tx: optax.GradientTransformation) -> TrainState:
     """A state whose master weights are these parameters."""
-    params = {name: to_accum(value) for name, value in params.items()}
-    return TrainState(params, tx.init(params), jnp.zeros((), jnp.int32))
+    master = {name: to_accum(value) for name, value in params.items()}
+    return TrainState(master, tx.init(master), jnp.zeros((), jnp.int32))
 
 
 def train_steps(
@@ -162,7 +162,8 @@ def train_steps(
         (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(state.params, draw)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         updates = jax.tree.map(lambda update: rate * update, updates)
-        return TrainState(optax.apply_updates(state.params, updates), opt_state, state.step + 1), (value, aux)
+        params = {name: value + updates[name] for name, value in state.params.items()}
+        return TrainState(params, opt_state, state.step + 1), (value, aux)
 
     state, (losses, aux) = lax.scan(one, state, rates)
     return state, losses, aux

@@ -40,14 +40,14 @@ class CudaGraphs:
 
     def body(self, descriptor: BatchDescriptor) -> Int[Tensor, "N K"]:
         """What a graph holds: the whole draft step over static buffers."""
-        features = self.features[: self.config.context_rows(descriptor.num_reqs)]
+        features = self.features[: self.config.context_rows(descriptor.padded_reqs)]
         _, tokens = draft_step(
             self.config,
             self.weights,
             self.state,
             features,
             self.ints[descriptor],
-            num_reqs=descriptor.num_reqs,
+            num_reqs=descriptor.padded_reqs,
             table_width=self.config.table_width,
         )
         return tokens
@@ -60,7 +60,7 @@ class CudaGraphs:
             descriptors, "Capturing dflash CUDA graphs (FULL)", console=Console(stderr=True), disable=not progress
         ):
             start = time.perf_counter()
-            empty = torch.from_numpy(self.config.layout(descriptor.num_reqs).empty())
+            empty = torch.from_numpy(self.config.layout(descriptor.padded_reqs).empty())
             self.ints[descriptor] = empty.to(self.features.device)
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())

@@ -99,7 +99,7 @@ class DraftEngine:
         if n > self.config.max_num_seqs:
             raise InputError(f"{n} requests exceed max_num_seqs={self.config.max_num_seqs}; pass a larger max_num_seqs")
         descriptor = self.ladder.dispatch(n, n * Q, Q)
-        num_rows, own_rows = int(np.sum(step.num_context)), self.config.context_rows(descriptor.num_reqs)
+        num_rows, own_rows = int(np.sum(step.num_context)), self.config.context_rows(descriptor.padded_reqs)
         on_device = isinstance(features, Tensor)
         self.config.padded_rows(features.shape, num_rows, own_rows, on_device=on_device)
         if on_device and features.dtype != self.dtype:
@@ -110,11 +110,11 @@ class DraftEngine:
         columns = self.requests.reserve(step)
         if self.graphs is None or descriptor.mode is GraphMode.NONE:
             return self._eager(descriptor, columns, features)
-        return self._replay(descriptor, columns, features, own_rows)
+        return self._replay(self.graphs, descriptor, columns, features, own_rows)
 
     def _pack(self, descriptor: BatchDescriptor, columns: dict[str, np.ndarray], num_rows: int) -> Int[Tensor, "_"]:
         """The bucket's integers, still on the host."""
-        return torch.from_numpy(self.config.layout(descriptor.num_reqs).pack(columns, num_rows))
+        return torch.from_numpy(self.config.layout(descriptor.padded_reqs).pack(columns, num_rows))
 
     def _eager(
         self, descriptor: BatchDescriptor, columns: dict[str, np.ndarray], features: Tensor
@@ -129,22 +129,27 @@ class DraftEngine:
             self.state,
             features,
             self._pack(descriptor, columns, features.shape[0]).to(self.device),
-            num_reqs=descriptor.num_reqs,
+            num_reqs=descriptor.padded_reqs,
             table_width=self.requests.num_pages_for(longest),
             taps=self.last_taps,
         )
         return tokens
 
     def _replay(
-        self, descriptor: BatchDescriptor, columns: dict[str, np.ndarray], features: Tensor, own_rows: int
+        self,
+        graphs: CudaGraphs,
+        descriptor: BatchDescriptor,
+        columns: dict[str, np.ndarray],
+        features: Tensor,
+        own_rows: int,
     ) -> Int[Tensor, "N K"]:
         """vLLM's rule: rows past the graph's own are stored eagerly first, then the graph stores rows [0, own_rows)."""
         if (num_rows := features.shape[0]) > own_rows:
             ints = self._pack(descriptor, columns, num_rows).to(self.device)
-            inputs, _ = step_inputs(self.config, ints, descriptor.num_reqs, num_rows)
+            inputs, _ = step_inputs(self.config, ints, descriptor.padded_reqs, num_rows)
             surplus = inputs._replace(
                 context_positions=inputs.context_positions[own_rows:], context_slots=inputs.context_slots[own_rows:]
             )
             context_step(self.config, self.weights, self.state.pool, features[own_rows:], surplus)
             features = features[:own_rows]
-        return self.graphs.replay(descriptor, features, self._pack(descriptor, columns, features.shape[0]))
+        return graphs.replay(descriptor, features, self._pack(descriptor, columns, features.shape[0]))

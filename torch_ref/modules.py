@@ -1,10 +1,15 @@
 """torch.nn modules that hold parameters under the checkpoint's own names. The maths lives in `layers.py`, `drafter.py`
 and `target.py` as functions of packed arrays; nothing here computes, so no module has a forward."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
 
 from jax_dflash.config import Geometry
+
+Module = TypeVar("Module", bound=nn.Module)
 
 
 class Weight(nn.Module):
@@ -49,7 +54,7 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.state_dict())
 
 
-def from_tensors(module_class: type, config, values: dict[str, Tensor]) -> nn.Module:
+def from_tensors(module_class: Callable[..., Module], config, values: dict[str, Tensor]) -> Module:
     """A module over these arrays, without drawing any. The names must be exactly the module's."""
     with torch.device("meta"):
         module = module_class(config, dtype=next(iter(values.values())).dtype)
