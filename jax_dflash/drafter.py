@@ -41,7 +41,7 @@ def load_drafter(directory: str | Path, dtype: jnp.dtype | None = None) -> tuple
 
 
 class DraftWeights(NamedTuple):
-    """What a program takes. `context_kv [L 2 K H, D]` is every layer's K and V projection, layer by layer, K before V."""
+    """What a program takes. `context_kv [D, L 2 K H]` is every layer's K and V projection, layer by layer, K before V."""
 
     fc: Array
     hidden_norm: Array
@@ -60,9 +60,9 @@ def pack(
     layers = range(config.geometry.num_layers)
     kv = [values[f"layers.{i}.self_attn.{p}_proj.weight"] for i in layers for p in "kv"]
     return DraftWeights(
-        fc=values["fc.weight"],
+        fc=values["fc.weight"].T,
         hidden_norm=values["hidden_norm.weight"],
-        context_kv=jnp.concatenate(kv),
+        context_kv=jnp.concatenate(kv).T,
         context_k_norm=jnp.stack([values[f"layers.{i}.self_attn.k_norm.weight"] for i in layers]),
         layers=pack_layers(values, config.geometry, shards=shards),
         norm=values["norm.weight"],
@@ -74,7 +74,7 @@ def pack(
 def unpack(weights: DraftWeights, config: DraftConfig, shards: int = 1) -> dict[str, Array]:
     """The inverse of `pack`: the canonical tree."""
     return {
-        "fc.weight": weights.fc,
+        "fc.weight": weights.fc.T,
         "hidden_norm.weight": weights.hidden_norm,
         "norm.weight": weights.norm,
         **unpack_layers(weights.layers, config.geometry, shards=shards),

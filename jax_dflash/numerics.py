@@ -50,5 +50,5 @@ def accum_einsum(spec: str, a: Array, b: Array) -> Array:
 
 
 def linear(x: Array, weight: Array) -> Array:
-    """`x [..., in]` by a torch-layout `weight [out, in]`, rounded once."""
-    return store(accum_einsum("...d,fd->...f", x, weight), x.dtype)
+    """`x [..., in]` by a packed `weight [in, out]`, rounded once."""
+    return store(accum_einsum("...d,df->...f", x, weight), x.dtype)

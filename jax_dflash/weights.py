@@ -59,7 +59,7 @@ def _from_shards(fused: Array, rows: list[int], shards: int) -> list[Array]:
 def pack_layers(
     values: dict[str, Array], geometry: Geometry, prefix: str = "", shards: int = 1
 ) -> tuple[LayerWeights, ...]:
-    """Each layer as `LayerWeights`; with `shards` the fused rows stand shard by shard, so that an even split is right."""
+    """Each layer as `LayerWeights`; with `shards` the fused columns stand shard by shard, so that an even split is right."""
 
     def pack(layer: int) -> LayerWeights:
         def get(name):
@@ -68,10 +68,10 @@ def pack_layers(
         norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
         return LayerWeights(
             norms=jnp.concatenate([get(name) for name in norms]),
-            qkv=_by_shard([get(f"self_attn.{p}_proj") for p in "qkv"], shards),
-            o_proj=get("self_attn.o_proj"),
-            gate_up=_by_shard([get("mlp.gate_proj"), get("mlp.up_proj")], shards),
-            down=get("mlp.down_proj"),
+            qkv=_by_shard([get(f"self_attn.{p}_proj") for p in "qkv"], shards).T,
+            o_proj=get("self_attn.o_proj").T,
+            gate_up=_by_shard([get("mlp.gate_proj"), get("mlp.up_proj")], shards).T,
+            down=get("mlp.down_proj").T,
         )
 
     return tuple(pack(layer) for layer in range(geometry.num_layers))
@@ -89,10 +89,10 @@ def unpack_layers(
         parts = jnp.split(w.norms, [D, 2 * D, 2 * D + H])
         names += [f"self_attn.{p}_proj" for p in "qkvo"] + ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
         parts += [
-            *_from_shards(w.qkv, [NH, KH, KH], shards),
-            w.o_proj,
-            *_from_shards(w.gate_up, [F, F], shards),
-            w.down,
+            *_from_shards(w.qkv.T, [NH, KH, KH], shards),
+            w.o_proj.T,
+            *_from_shards(w.gate_up.T, [F, F], shards),
+            w.down.T,
         ]
         values |= {f"{prefix}layers.{layer}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
     return values

@@ -82,9 +82,10 @@ def test_context_k_norm_is_per_layer(f):
         DRAFT, geometry=replace(GEOMETRY, num_layers=2, num_kv_heads=1, head_dim=2, hidden_size=2, rms_norm_eps=0.0)
     )
     project = np.array([[3.0, 0.0], [0.0, 4.0]], np.float32)  # from [1, 1], which a norm without epsilon leaves alone
+    rows = np.concatenate([project] * 4)
     weights = draft_weights(f, config)._replace(
         hidden_norm=f.floats([1, 1]),
-        context_kv=f.floats(np.concatenate([project] * 4)),
+        context_kv=f.floats(rows.T if f.name == "jax" else rows),  # packed as [in, out] in JAX
         context_k_norm=f.floats([[1, 1], [2, 0.5]]),
     )
     kv = f.run(
@@ -242,9 +243,9 @@ def test_pack_for_two_shards():
     q, k, v = (values[f"layers.1.self_attn.{p}_proj.weight"] for p in "qkv")
     gate, up = (values[f"layers.1.mlp.{p}_proj.weight"] for p in ("gate", "up"))
     first = np.concatenate([q[:20], k[:10], v[:10]])
-    np.testing.assert_array_equal(numpy(weights.layers[1].qkv)[:40], first.astype(np.float64))
+    np.testing.assert_array_equal(numpy(weights.layers[1].qkv.T)[:40], first.astype(np.float64))
     np.testing.assert_array_equal(
-        numpy(weights.layers[1].gate_up)[:6], np.concatenate([gate[:3], up[:3]]).astype(np.float64)
+        numpy(weights.layers[1].gate_up.T)[:6], np.concatenate([gate[:3], up[:3]]).astype(np.float64)
     )
 
 
