@@ -22,7 +22,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled, Lowered
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from jax_dflash.batch import EngineConfig
 from jax_dflash.buckets import BatchDescriptor, BucketLadder, GraphMode
@@ -200,7 +200,7 @@ class Programs:
         ]
         jobs = steps + contexts
         with _progress(progress) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
-            task = bar.add_task("Capturing draft programs (FULL)", total=len(jobs), last="")
+            task = bar.add_task("Capturing draft programs", total=len(jobs), last="")
             done = []
             for job, future in [(job, pool.submit(job.compile)) for job in jobs]:
                 compiled = self._finish(job, *future.result())
@@ -208,7 +208,7 @@ class Programs:
                 features = self.blank_features(job.context_rows)
                 state = compiled(self._leaves, state, features, self.config.layout(job.num_reqs).empty())[0]
                 row = self.report[-1]
-                last = f"{row.program}: {row.seconds:.1f} s, {row.temp_bytes / 2**20:.1f} MiB temporary"
+                last = f"{row.program}: {row.seconds:.1f} s, {row.temp_bytes / 2**20:.1f} MiB temp"
                 bar.update(task, advance=1, last=last)
         self.steps = dict(zip(descriptors, done[: len(steps)], strict=True))
         self.contexts = dict(zip(buckets, done[len(steps) :], strict=True))
@@ -244,9 +244,8 @@ class Programs:
 def _progress(enabled: bool) -> Progress:
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=12),
         MofNCompleteColumn(),
-        TimeElapsedColumn(),
         TextColumn("{task.fields[last]}"),
     )
     return Progress(*columns, console=Console(stderr=True), disable=not enabled)
