@@ -4,12 +4,13 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup test compare lint
+.PHONY: help setup test compare lint types
 
 help:
 	@echo "make compare   draft in JAX and PyTorch in lockstep on the shipped pair, and time both"
 	@echo "make test      run the tests"
-	@echo "make lint      ruff and pyright"
+	@echo "make lint      ruff"
+	@echo "make types     pyright, which needs Node.js or fetches it"
 	@echo "make setup     only create $(VENV); the others do it themselves"
 
 setup: $(STAMP)
@@ -31,4 +32,6 @@ compare: $(STAMP)
 lint: $(STAMP)
 	@$(RUN) -m ruff check .
 	@$(RUN) -m ruff format --check .
-	@$(RUN) -m pyright
+
+types: $(STAMP)
+	@$(RUN) -m pyright --pythonpath $(RUN)
