@@ -11,6 +11,7 @@ from jax_dflash.buckets import row_bucket_sizes
 from jax_dflash.config import DraftConfig, InputError
 
 PAD_SLOT = -1
+CHUNK_KEYS = 256  # keys between two rescalings of the dense attention's online softmax, in both frameworks
 NULL_PAGE = 0
 
 

@@ -1,7 +1,8 @@
 """compare: the same draft steps in JAX and PyTorch, in lockstep on real text, and how fast each is.
 
-The target runs once. Its features go to five drafters: the JAX programs whose drafts it verifies, the same programs with
-taps, PyTorch eager, PyTorch in float64, and on a GPU PyTorch's replayed CUDA graphs.
+The target runs once. Its features go to every drafter: the JAX programs whose drafts it verifies, the same programs with
+taps, PyTorch eager with the contract's attention in the same dtype and in float64, and on a GPU PyTorch with its fused
+attention, eager and as replayed CUDA graphs. What is timed is the fused one.
 """
 
 import json
@@ -73,6 +74,7 @@ class Tally:
     tokens_equal: int = 0
     undecidable: int = 0
     undecidable_unequal: int = 0
+    fused_equal: int = 0  # tokens that PyTorch's fused attention drafts like JAX; a GPU run only
     errors: dict[str, float] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     by_bucket: dict[int, list[float]] = field(default_factory=dict)  # num_reqs -> [equal, compared, worst error]
@@ -120,20 +122,25 @@ class Drafters:
         self.tapped = DraftEngine(self.draft_config, weights, **sizes, taps=True)
         self.tapped.capture(progress=False)
 
-        def torch_engine(name: str, mode: str, taps: bool) -> TorchEngine:
+        def torch_engine(name: str, mode: str, attention: str, taps: bool) -> TorchEngine:
             kind, device = torch_numerics.as_dtype(name), {"cpu": "cpu", "gpu": "cuda"}[job.device]
             config, drafter = torch_drafter.load_drafter(job.checkpoint, kind, device)
             target_config, target = torch_target.load_target(job.target, kind, device)
             shared = torch_target.pack_target(target, target_config)
             weights = torch_drafter.pack_drafter(drafter, config, shared.embed_tokens, shared.lm_head)
-            engine = TorchEngine(config, weights, mode=mode, taps=taps, **sizes)
+            engine = TorchEngine(config, weights, mode=mode, attention=attention, taps=taps, **sizes)
             engine.capture(progress=progress and mode == "cuda_graph")
             return engine
 
-        self.torch = torch_engine(job.dtype, "eager", True)
-        self.oracle = torch_engine("float64", "eager", True)
-        self.graph = torch_engine(job.dtype, "cuda_graph", False) if job.device == "gpu" else None
-        self.all = [e for e in (self.jax, self.tapped, self.torch, self.oracle, self.graph) if e is not None]
+        self.torch = torch_engine(job.dtype, "eager", "dense", True)
+        self.oracle = torch_engine("float64", "eager", "dense", True)
+        self.graph = self.fused = None
+        if job.device == "gpu":
+            self.fused = torch_engine(job.dtype, "eager", "sdpa", False)
+            self.graph = torch_engine(job.dtype, "cuda_graph", "sdpa", False)
+        self.all = [
+            e for e in (self.jax, self.tapped, self.torch, self.oracle, self.fused, self.graph) if e is not None
+        ]
 
 
 def engine_sizes(job: CompareJob) -> dict[str, Any]:
@@ -206,8 +213,11 @@ def _compare_step(
     bucket = drafters.jax.ladder.dispatch(n, n * (K + 1), K + 1).padded_reqs
     if not np.array_equal(drafts, tapped):
         tally.fault("programs with taps draft other tokens than those without")
-    if drafters.graph is not None and not np.array_equal(drafters.graph.propose(step, features), torch_drafts):
-        tally.fault(f"a CUDA graph of {bucket} requests drafts other tokens than PyTorch eager")
+    if drafters.graph is not None and drafters.fused is not None:
+        fused = drafters.fused.propose(step, features)
+        tally.fused_equal += int((fused == drafts).sum())
+        if not np.array_equal(drafters.graph.propose(step, features), fused):
+            tally.fault(f"a CUDA graph of {bucket} requests drafts other tokens than PyTorch eager")
 
     ours = {name: np.asarray(value) for name, value in (drafters.tapped.last_taps or {}).items()}
     theirs, exact = (
@@ -393,6 +403,7 @@ def _document(
         "tokens_equal": tally.tokens_equal,
         "undecidable": tally.undecidable,
         "undecidable_unequal": tally.undecidable_unequal,
+        "fused_equal": tally.fused_equal if job.device == "gpu" else None,
         "max_error": max(tally.errors.values(), default=0.0),
         "errors": tally.errors,
         "programs": programs,

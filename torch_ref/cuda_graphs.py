@@ -28,8 +28,16 @@ class CudaGraphs:
     Graphs are captured for max_model_len: a replay reads every page of the block tables, live or not.
     """
 
-    def __init__(self, config: EngineConfig, ladder: BucketLadder, weights: DraftWeights, state: DraftState):
+    def __init__(
+        self,
+        config: EngineConfig,
+        ladder: BucketLadder,
+        weights: DraftWeights,
+        state: DraftState,
+        attention: str = "sdpa",
+    ):
         self.config, self.ladder, self.weights, self.state = config, ladder, weights, state
+        self.attention = attention
         device, dtype = weights.fc.device, weights.fc.dtype
         rows = config.context_rows(config.max_num_seqs)
         self.features = torch.zeros(rows, config.draft.feature_size, dtype=dtype, device=device)
@@ -49,6 +57,7 @@ class CudaGraphs:
             self.ints[descriptor],
             num_reqs=descriptor.padded_reqs,
             table_width=self.config.table_width,
+            attention=self.attention,
         )
         return tokens
 

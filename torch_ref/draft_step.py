@@ -66,6 +66,8 @@ def query_step(
     inputs: StepInputs,
     block_tables: Int[Tensor, "N W"],
     taps: dict[str, Any] | None = None,
+    *,
+    attention: str,
 ) -> tuple[Pool, Int[Tensor, "N K"]]:
     """One non-causal pass over [anchor, mask x K] of each request, and its K greedy drafts. It reads as many pages of
     each request as `block_tables` is wide."""
@@ -75,7 +77,7 @@ def query_step(
 
     def attend(pool, layer, q, k, v):
         pool = store_layer(pool, layer, k.flatten(0, 1), v.flatten(0, 1), slots)
-        return pool, dense.attend_keys(pool, layer, q, keys)
+        return pool, dense.attend_keys(pool, layer, q, keys, attention)
 
     x = drafter.embed(weights, inputs.input_ids.reshape(N, Q))
     positions = inputs.query_positions.reshape(N, Q)
@@ -96,12 +98,15 @@ def draft_step(
     *,
     num_reqs: int,
     table_width: int,
+    attention: str,
     taps: dict[str, Any] | None = None,
 ) -> tuple[DraftState, Int[Tensor, "N K"]]:
-    """One draft step of a bucket; attention reads `table_width` pages of each request."""
+    """One draft step of a bucket; attention reads `table_width` pages of each request by the kernel of that name."""
     inputs, block_tables = step_inputs(config, ints, num_reqs, features.shape[0])
     pool = context_step(config, weights, state.pool, features, inputs, taps)
-    pool, draft_tokens = query_step(config, weights, pool, inputs, block_tables[:, :table_width], taps)
+    pool, draft_tokens = query_step(
+        config, weights, pool, inputs, block_tables[:, :table_width], taps, attention=attention
+    )
     return DraftState(pool), draft_tokens
 
 

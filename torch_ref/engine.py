@@ -8,6 +8,7 @@ from torch import Tensor
 from jax_dflash.batch import EngineConfig, RequestTable, TargetStep
 from jax_dflash.buckets import BatchDescriptor, BucketLadder, GraphMode
 from jax_dflash.config import DraftConfig, InputError
+from torch_ref.attention.dense import KERNELS
 from torch_ref.cuda_graphs import CudaGraphs
 from torch_ref.draft_step import DraftState, context_step, draft_step, step_inputs, zero_state
 from torch_ref.drafter import DraftWeights
@@ -23,6 +24,7 @@ class DraftEngine:
         max_num_seqs, max_model_len, num_speculative_tokens, max_num_batched_tokens, page_size, num_pages, ladder,
             external_pages: as in `jax_dflash.engine.DraftEngine`.
         mode: "eager", or "cuda_graph" for one captured graph per bucket.
+        attention: "sdpa", PyTorch's fused kernel, or "dense", which rounds as the contract says (`attention/dense.py`).
         taps: keep the values of `jax_dflash.taps.TAPS` in `last_taps`; eager only.
     """
 
@@ -40,6 +42,7 @@ class DraftEngine:
         ladder: BucketLadder | None = None,
         external_pages: bool = False,
         mode: str = "eager",
+        attention: str = "sdpa",
         taps: bool = False,
     ):
         self.weights = weights
@@ -50,6 +53,8 @@ class DraftEngine:
             raise InputError(
                 f"mode 'cuda_graph' needs weights on an NVIDIA GPU, they are on {self.device}; pass mode='eager'"
             )
+        if attention not in KERNELS:
+            raise InputError(f"attention {attention!r} is unknown; pass one of {', '.join(KERNELS)}")
         if taps and mode == "cuda_graph":
             raise InputError("taps are of eager steps only; pass mode='eager'")
         self.config = EngineConfig.make(
@@ -64,8 +69,10 @@ class DraftEngine:
         self.ladder = ladder or BucketLadder.without_holes(max_num_seqs=max_num_seqs, query_len=self.config.query_len)
         self.requests = RequestTable(self.config, external_pages=external_pages)
         self.state: DraftState = zero_state(self.config, self.dtype, self.device)
-        self.graphs = CudaGraphs(self.config, self.ladder, weights, self.state) if mode == "cuda_graph" else None
-        self.taps = taps
+        self.graphs = (
+            CudaGraphs(self.config, self.ladder, weights, self.state, attention) if mode == "cuda_graph" else None
+        )
+        self.taps, self.attention = taps, attention
         self.captured = False
         self.last_taps: dict[str, Tensor] | None = None
 
@@ -131,6 +138,7 @@ class DraftEngine:
             self._pack(descriptor, columns, features.shape[0]).to(self.device),
             num_reqs=descriptor.padded_reqs,
             table_width=self.requests.num_pages_for(longest),
+            attention=self.attention,
             taps=self.last_taps,
         )
         return tokens

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jax_dflash.batch import CHUNK_KEYS
 from jax_dflash.kv_cache import Pool, gather_pages
 from jax_dflash.numerics import accum_dtype, accum_einsum, store
-
-CHUNK_KEYS = 256
 
 
 def chunk_pages(table_width: int, page_size: int) -> int:

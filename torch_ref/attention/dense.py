@@ -1,4 +1,7 @@
-"""Attention over gathered pages with `scaled_dot_product_attention`.
+"""Attention over gathered pages: PyTorch's `scaled_dot_product_attention`, or step by step as the JAX package rounds it.
+
+Of the two kernels "sdpa" is what a user would run. "dense" follows the rounding contract to the letter (weights rounded
+between the same rescalings): it is the one to compare numbers with, since a fused kernel rounds the weights its own way.
 
 The work follows the width of the block tables: keys past a request's length are read and masked, so eager callers
 narrow the tables on the host, and a CUDA graph reads all of them.
@@ -12,7 +15,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from jax_dflash.batch import CHUNK_KEYS
 from torch_ref.kv_cache import Pool, gather_rows
+from torch_ref.numerics import store, to_accum
 
 
 class Keys(NamedTuple):
@@ -23,6 +28,33 @@ class Keys(NamedTuple):
     live: Bool[Tensor, "B"]
 
 
+def sdpa(q: Float[Tensor, "B K R H"], k: Tensor, v: Tensor, visible: Bool[Tensor, "B 1 R S"]) -> Tensor:
+    """PyTorch's fused attention; its kernel rounds the weights as it likes."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+
+
+def dense(q: Float[Tensor, "B K R H"], k: Tensor, v: Tensor, visible: Bool[Tensor, "B 1 R S"]) -> Tensor:
+    """Online softmax over chunks of keys, as `jax_dflash.attention.dense` (Milakov & Gimelshein 2018)."""
+    queries, scale = to_accum(q), q.shape[-1] ** -0.5
+    running_max = torch.full_like(queries[..., 0], -torch.inf)
+    total, out = torch.zeros_like(running_max), torch.zeros_like(queries)
+    chunks = (a.split(CHUNK_KEYS, dim) for a, dim in ((to_accum(k), 2), (to_accum(v), 2), (visible, 3)))
+    for keys, values, seen in zip(*chunks, strict=True):
+        scores = (queries @ keys.mT * scale).masked_fill(~seen, -torch.inf)
+        new_max = torch.maximum(running_max, scores.amax(-1))
+        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+        shift = new_max.masked_fill(new_max == -torch.inf, 0)
+        weights = torch.exp(scores - shift[..., None])
+        decay = torch.exp(running_max - shift)
+        total = total * decay + weights.sum(-1)
+        out = out * decay[..., None] + to_accum(store(weights, q.dtype)) @ values
+        running_max = new_max
+    return store(out / total.masked_fill(total == 0, 1)[..., None], q.dtype)
+
+
+KERNELS = {"sdpa": sdpa, "dense": dense}
+
+
 def attention(
     pool: Pool,
     layer: int,
@@ -30,12 +62,14 @@ def attention(
     block_tables: Int[Tensor, "B W"],
     seq_lens: Int[Tensor, "B"],
     positions: Int[Tensor, "B T"] | None = None,
+    *,
+    kernel: str = "sdpa",
 ) -> Float[Tensor, "B T N H"]:
     """Every query sees keys 0 to seq_len - 1 of its request; with `positions` only those up to its own (causal).
 
     Scale is H^-0.5. A request of seq_len 0 gets zeros. Rows of the pool from seq_len on may hold NaN.
     """
-    return attend_keys(pool, layer, q, find_keys(block_tables, seq_lens, pool.shape[3], positions))
+    return attend_keys(pool, layer, q, find_keys(block_tables, seq_lens, pool.shape[3], positions), kernel)
 
 
 def find_keys(
@@ -57,7 +91,9 @@ def find_keys(
     return Keys(slots.long(), visible[:, None], seq_lens > 0)
 
 
-def attend_keys(pool: Pool, layer: int, q: Float[Tensor, "B T N H"], keys: Keys) -> Float[Tensor, "B T N H"]:
+def attend_keys(
+    pool: Pool, layer: int, q: Float[Tensor, "B T N H"], keys: Keys, kernel: str
+) -> Float[Tensor, "B T N H"]:
     """One layer's attention over `find_keys`."""
     B, T, N, H = q.shape
     K = pool.shape[4]
@@ -66,6 +102,6 @@ def attend_keys(pool: Pool, layer: int, q: Float[Tensor, "B T N H"], keys: Keys)
     # The G heads of a group read the same keys: as rows of one head they need no copies of K and V.
     q = q.unflatten(2, (K, G)).permute(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
     visible = keys.visible if keys.visible.shape[2] == 1 else keys.visible.repeat(1, 1, G, 1)
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=visible)
+    o = KERNELS[kernel](q, k, v, visible)
     o = o.unflatten(2, (G, T)).permute(0, 3, 1, 2, 4).reshape(B, T, N, H)
     return torch.where(keys.live[:, None, None, None], o, 0)
