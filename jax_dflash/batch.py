@@ -218,6 +218,13 @@ class TargetStep:
     block_tables: np.ndarray | None = None  # [n, width] page ids, with external pages only
 
 
+def _as_int32(name: str, value) -> np.ndarray:
+    array = np.asarray(value)
+    if array.dtype.kind not in "iu" and array.size:
+        raise InputError(f"{name} is {array.dtype}, expected integers")
+    return array.astype(np.int32)
+
+
 class RequestTable:
     """Live requests, their pages, and the checks before a step: a step that is refused has changed nothing."""
 
@@ -270,11 +277,11 @@ class RequestTable:
             "last_sampled": step.last_sampled,
             "next_prefill": step.next_prefill,
         }
-        columns = {name: np.asarray(value, np.int32) for name, value in columns.items()}
+        columns = {name: _as_int32(name, value) for name, value in columns.items()}
         self._check(step, requests, columns)
         end = columns["start_position"] + columns["num_context"] - columns["num_rejected"]
         if self.external_pages:
-            tables = np.asarray(step.block_tables, np.int32)
+            tables = self._check_tables(step, end)
         else:
             self._reserve_pages(requests, end)
             tables = np.zeros((len(requests), max(len(r.pages) for r in requests)), np.int32)
@@ -294,27 +301,50 @@ class RequestTable:
             if value.shape != (n,):
                 raise InputError(f"{name} has shape {list(value.shape)}, expected [{n}], one entry a request")
         valid = columns["num_context"] - columns["num_rejected"]
-        end = columns["start_position"] + columns["num_context"]
+        end = columns["start_position"] + valid
+        anchor = np.where(columns["num_sampled"] > 0, columns["last_sampled"], columns["next_prefill"])
+        vocab_size = self.config.draft.geometry.vocab_size
         for row, request_id in enumerate(step.request_ids):
+            start, context_len = columns["start_position"][row], requests[row].context_len
             if columns["num_rejected"][row] < 0 or valid[row] < 1:
                 raise InputError(
                     f"request {request_id!r}: {columns['num_rejected'][row]} of {columns['num_context'][row]} context rows "
                     "rejected; at least one row must count"
                 )
-            if columns["start_position"][row] < 0 or end[row] > self.config.max_model_len:
+            if start < 0 or end[row] > self.config.max_model_len:
                 raise InputError(
-                    f"request {request_id!r}: context positions {columns['start_position'][row]} to {end[row] - 1} exceed "
+                    f"request {request_id!r}: context positions {start} to {end[row] - 1} exceed "
                     f"max_model_len={self.config.max_model_len}; pass a larger max_model_len or end the request"
                 )
-        if self.external_pages:
-            self._check_tables(np.asarray([] if step.block_tables is None else step.block_tables), n)
+            if start > context_len and not self.external_pages:
+                raise InputError(
+                    f"request {request_id!r}: start_position={start} leaves a gap after its {context_len} stored tokens; "
+                    "pass the target's rows without gaps"
+                )
+            if not 0 <= anchor[row] < vocab_size:
+                raise InputError(
+                    f"request {request_id!r}: anchor token {anchor[row]} is outside the vocabulary of {vocab_size}"
+                )
 
-    def _check_tables(self, tables: np.ndarray, num_reqs: int) -> None:
-        width, last = self.num_pages_for(self.config.max_model_len), self.allocator.num_pages - 1
-        if tables.ndim != 2 or tables.shape[0] != num_reqs or tables.shape[1] > width:
-            raise InputError(f"block_tables has shape {list(tables.shape)}, expected [{num_reqs}, at most {width}]")
+    def _check_tables(self, step: TargetStep, end: np.ndarray) -> np.ndarray:
+        """The caller's block tables, cut to the width of ours. Pages of evicted context may be null, not the block's."""
+        tables = _as_int32(
+            "block_tables", np.zeros((0, 0), np.int32) if step.block_tables is None else step.block_tables
+        )
+        last = self.config.num_pages - 1
+        if tables.ndim != 2 or len(tables) != len(end):
+            raise InputError(f"block_tables has shape {list(tables.shape)}, expected [{len(end)}, pages of a request]")
         if np.min(tables, initial=0) < 0 or np.max(tables, initial=0) > last:
             raise InputError(f"block_tables holds page ids outside 0 to {last}")
+        for row, first in enumerate(end):
+            stop = min(int(first) + self.config.query_len, self.config.max_model_len)
+            block = tables[row, int(first) // self.config.page_size : self.num_pages_for(stop)]
+            if tables.shape[1] < self.num_pages_for(stop) or (block == NULL_PAGE).any():
+                raise InputError(
+                    f"request {step.request_ids[row]!r}: its block table has no page for positions {first} to {stop - 1}; "
+                    f"reserve {self.config.query_len} rows of lookahead"
+                )
+        return tables[:, : self.num_pages_for(self.config.max_model_len)]
 
     def num_pages_for(self, num_tokens: int) -> int:
         return math.ceil(num_tokens / self.config.page_size)

@@ -39,8 +39,8 @@ def compare(
         raise InputError(f"--dtype {dtype!r}: pass float32 or bfloat16")
     if checkpoint != "builtin" and target is None:
         raise InputError("--checkpoint needs the drafter's own target too; pass --target DIR")
-    if out is not None and not out.parent.is_dir():
-        raise InputError(f"--out {out}: no such directory {out.parent}; make it first")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise InputError(f"--out {out}: expected a file in a directory that exists")
     device = select_device(device)
     from jax_dflash import compare as job_module
 

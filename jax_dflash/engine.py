@@ -116,7 +116,12 @@ class DraftEngine:
         numpy of exactly the step's rows, or a device array that the target padded to a row bucket. Raises InputError,
         before anything has changed, for a step that cannot run.
         """
-        return np.asarray(self.propose_padded(step, features))[: len(step.request_ids)]
+        tokens = self.propose_padded(step, features)
+        try:
+            return np.asarray(tokens)[: len(step.request_ids)]
+        except Exception:
+            self._state = None  # the step failed while it ran, after its state had been consumed
+            raise
 
     def propose_padded(self, step: TargetStep, features: Float[np.ndarray | jax.Array, "M F"]) -> Int[jax.Array, "N K"]:
         """As `propose` without waiting: the bucket's device array, whose rows past the step's requests mean nothing."""
@@ -165,6 +170,7 @@ class DraftEngine:
     def _stage(self, features, num_rows: int, own_rows: int):
         """Features at a row count that some program takes: a device array as it is, numpy padded."""
         on_device = isinstance(features, jax.Array)
+        features = features if on_device else np.asarray(features)
         rows = self.config.padded_rows(features.shape, num_rows, own_rows, on_device=on_device)
         dtype = self.programs.dtype
         if on_device:

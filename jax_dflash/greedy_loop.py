@@ -76,12 +76,13 @@ class GreedyLoop:
         return not self.waiting and not self.live
 
     def advance(self) -> LoopStep:
-        """Admit at most one request, run the target once over all live ones, and retire those that are finished."""
+        """Admit a few requests, run the target once over all live ones, and retire those that are finished."""
         joined = []
-        if self.waiting and self._free_rows:
-            request_id, prompt = self.waiting.pop()
-            joined = [Answer(request_id, prompt, self._free_rows.pop(), list(prompt))]
-            self.live += joined
+        for _ in range(1 + self.runner.max_num_seqs // 16):
+            if self.waiting and self._free_rows:
+                request_id, prompt = self.waiting.pop()
+                joined.append(Answer(request_id, prompt, self._free_rows.pop(), list(prompt)))
+        self.live += joined
         news = [self._next_rows(answer) for answer in self.live]
         next_tokens, features = self.runner.run([a.row for a in self.live], [a.computed for a in self.live], news)
 

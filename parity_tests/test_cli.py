@@ -122,7 +122,7 @@ def test_broken_checkpoints(fault, pair, monkeypatch, capsys):
         (["--dtype", "float16"], "--dtype 'float16': pass float32 or bfloat16"),
         (["--device", "tpu"], "--device 'tpu': pass cpu or gpu"),
         (["--checkpoint", "somewhere"], "pass --target DIR"),
-        (["--out", "no/such/folder/run.json"], "no such directory no/such/folder"),
+        (["--out", "no/such/folder/run.json"], "expected a file in a directory that exists"),
     ],
 )
 def test_arguments_that_cannot_run(arguments, message, monkeypatch, capsys):

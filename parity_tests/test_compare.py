@@ -8,6 +8,7 @@ import torch
 
 import torch_ref.drafter
 from jax_dflash import compare, excerpts
+from jax_dflash.buckets import BucketLadder, GraphMode
 from jax_dflash.cli import ASSETS
 
 
@@ -70,12 +71,62 @@ def test_lockstep_notices_a_wrong_context(job, monkeypatch):
 def test_undecidable_is_a_matter_of_the_float64_margin():
     """Would catch: unequal tokens excused by their being unequal, or a margin in units of the wrong error."""
     exact = np.array([[[5.0, 4.0, 0.0, 0.0]], [[5.0, 4.99, 0.0, 0.0]]])
-    logits = exact + 0.01
+    logits = np.stack([exact + 0.01, exact - 0.01])
     drafts, other = np.array([[1], [1]]), np.array([[0], [0]])
     tally = compare.Tally()
     compare._compare_tokens(tally, 2, drafts, other, logits, exact)
     assert (tally.tokens_compared, tally.tokens_equal, tally.undecidable) == (2, 0, 1)
     assert tally.faults == ["draft 1 of a request differs: JAX 1, PyTorch 0, margin 100.0 sigma"]
+
+
+def document(job, loop, **changes):
+    """The job's verdict on a made-up tally."""
+    values = {"tokens_compared": 4000, "tokens_equal": 4000, "pool_checks": 1}
+    tally = compare.Tally(**values | changes, by_bucket={n: [2, 2, 0.0] for n in (1, 2, 4)})
+    row = {"num_tokens": 8, "ms": 1.0, "low": 0.9, "high": 1.1}
+    times = {name: [row | {"num_reqs": n} for n in (1, 2, 4)] for name in ("jax", "torch-eager")}
+    ladder = BucketLadder.without_holes(max_num_seqs=4, query_len=8)
+    descriptors = ladder.capture_order(GraphMode.FULL)[::-1]
+    return compare._document(job, tally, loop, times, descriptors, 3, 0)
+
+
+def test_the_verdict(job, run):
+    """Would catch: a job that calls itself ok over too few tokens, too many undecidable ones, a compilation after
+    capture or an unreached bucket; a document with other keys than promised."""
+    loop = run[2]
+    good = document(job, loop)
+    assert good["ok"] and good["faults"] == []
+    promised = "job ok device dtype pair tau tokens_compared tokens_equal undecidable max_error programs "
+    promised += "compiles_after_capture eager_compiles buckets"
+    assert set(promised.split()) <= set(good)
+    row = good["buckets"][0]
+    assert (row["num_reqs"], row["num_tokens"], row["jax_ms"], row["torch_eager_ms"], row["torch_graph_ms"]) == (
+        1, 8, 1.0, 1.0, None,
+    )  # fmt: skip
+    for changes, fault in (
+        ({"tokens_compared": 1999}, "only 1999 tokens compared, at least 2000 needed"),
+        ({"undecidable": 5}, "5 of 4000 tokens undecidable, at most 0.1% allowed"),
+        ({"compiles": 1}, "1 compilations after capture"),
+        ({"pool_checks": 0}, "the pools were never compared"),
+    ):
+        bad = document(job, loop, **changes)
+        assert (bad["ok"], bad["faults"]) == (False, [fault])
+
+
+def test_an_error_that_is_not_finite_is_a_fault():
+    """Would catch: NaN that max() turns into an error of 0."""
+    tally = compare.Tally()
+    tally.float_error(2, "hidden", np.array([1.0, np.nan]), np.array([1.0, 2.0]), 1e-5)
+    assert tally.errors["hidden"] == 1e30 and len(tally.faults) == 1
+
+
+def test_kv_is_judged_by_its_worst_layer():
+    """Would catch: an error in small K that is diluted by large V."""
+    theirs = np.ones((2, 2, 5, 1, 3))
+    theirs[:, 1] = 1000.0
+    ours = theirs.copy()
+    ours[1, 0] *= 1.5
+    assert compare.relative_rms(ours, theirs) == pytest.approx(0.5)
 
 
 def test_shipped_data():

@@ -265,6 +265,8 @@ def test_external_pages(weights, compiled):
     np.testing.assert_array_equal(outside.propose(step, features(6)), inside.propose(step_for([0], 6), features(6)))
     pool = np.asarray(outside.state.pool)
     assert [p for p in range(pool.shape[2]) if pool[:, :, p].any()] == [4, 7, 9]
+    with pytest.raises(InputError, match="has no page for positions 6 to 9; reserve 4 rows of lookahead"):
+        outside.propose(replace(step, block_tables=tables[:, :2], start_position=np.zeros(1, np.int32)), features(6))
     with pytest.raises(InputError, match="page ids outside 0 to 80"):
         outside.propose(replace(step, block_tables=tables + 80), features(6))
 
@@ -291,6 +293,12 @@ def test_refusals_change_nothing(weights, compiled):
         engine.propose(step_for([1, 1], 4), features(8))
     with pytest.raises(InputError, match="exceed max_model_len=64"):
         engine.propose(step_for([1], 4, start_position=np.array([62], np.int32)), features(4))
+    with pytest.raises(InputError, match="start_position=2 leaves a gap after its 0 stored tokens"):
+        engine.propose(step_for([1], 4, start_position=np.array([2], np.int32)), features(4))
+    with pytest.raises(InputError, match="anchor token 61 is outside the vocabulary of 61"):
+        engine.propose(step_for([1], 4, last=61), features(4))
+    with pytest.raises(InputError, match="num_sampled is float64, expected integers"):
+        engine.propose(replace(step_for([1], 4), num_sampled=np.array([1.5])), features(4))
     assert engine.requests.allocator.num_free == free
     assert all(request.context_len == 0 for request in engine.requests.requests.values())
     np.testing.assert_array_equal(np.asarray(engine.state.pool), 0)

@@ -150,3 +150,36 @@ def test_the_loop_follows_the_longest_live_request(seq_lens, trips):
     assert int(found) == trips
     expected = reference_attention(pool.astype(np.float64), 0, q.astype(np.float64), tables, lens)
     np.testing.assert_allclose(numpy(out), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_torch_kernels_agree(causal):
+    """The contract's attention and the fused one computing different functions: NaN, length 0, two chunks of keys."""
+    f = FRAMEWORKS["torch"]
+    rng = np.random.default_rng(4)
+    pool = rng.standard_normal((1, 2, 60, 16, 2, 8)).astype(np.float32)
+    pool[:, :, 40:] = np.nan
+    tables = np.zeros((3, 20), np.int32)
+    tables[0], tables[2, :2] = np.arange(1, 21), [30, 31]
+    q, lens = f.floats(rng.standard_normal((3, 4, 6, 8))), f.ints([309, 0, 20])
+    positions = f.ints([[305, 306, 307, 308], [0] * 4, [16, 17, 18, 19]]) if causal else None
+    args = f.pool(pool.shape, fill=pool), 0, q, f.ints(tables), lens, positions
+    dense, fused = (numpy(f.dense.attention(*args, kernel=kernel)) for kernel in ("dense", "sdpa"))
+    np.testing.assert_allclose(dense, fused, atol=2e-6)
+    assert np.all(dense[1] == 0)
+
+
+def test_bfloat16_attention_rounds_alike():
+    """Weights rounded at other places than the contract says: the frameworks would part by a rounding, not by its last
+    ulp here and there."""
+    rng = np.random.default_rng(0)
+    pool = rng.standard_normal((1, 2, 80, 16, 2, 32)).astype(np.float32)
+    q = rng.standard_normal((4, 8, 6, 32)) * 2
+    tables = np.zeros((4, 32), np.int32)
+    tables[:, :19] = 1 + np.arange(76).reshape(4, 19)
+    found = {}
+    for name, f in FRAMEWORKS.items():
+        kernel = {"kernel": "dense"} if name == "torch" else {}
+        args = f.pool(pool.shape, "bfloat16", fill=pool), 0, f.floats(q, "bfloat16"), f.ints(tables), f.ints([300] * 4)
+        found[name] = numpy(f.dense.attention(*args, **kernel))
+    assert np.mean(found["jax"] == found["torch"]) > 0.998

@@ -73,7 +73,7 @@ class DraftEngine:
             CudaGraphs(self.config, self.ladder, weights, self.state, attention) if mode == "cuda_graph" else None
         )
         self.taps, self.attention = taps, attention
-        self.captured = False
+        self.captured = self._lost = False
         self.last_taps: dict[str, Tensor] | None = None
 
     @torch.inference_mode()
@@ -108,16 +108,23 @@ class DraftEngine:
         descriptor = self.ladder.dispatch(n, n * Q, Q)
         num_rows, own_rows = int(np.sum(step.num_context)), self.config.context_rows(descriptor.padded_reqs)
         on_device = isinstance(features, Tensor)
+        features = features if on_device else np.asarray(features)
         self.config.padded_rows(features.shape, num_rows, own_rows, on_device=on_device)
         if on_device and features.dtype != self.dtype:
             raise InputError(
                 f"features are {features.dtype}, expected {self.dtype}, the dtype of the drafter's weights"
             )
         features = to_device(features, self.dtype, self.device)[:num_rows]
+        if self._lost:
+            raise RuntimeError("the engine lost its pool in a step that failed; make a new DraftEngine")
         columns = self.requests.reserve(step)
+        self._lost = True  # until the whole step has been issued: half of one leaves context that nobody stored
         if self.graphs is None or descriptor.mode is GraphMode.NONE:
-            return self._eager(descriptor, columns, features)
-        return self._replay(self.graphs, descriptor, columns, features, own_rows)
+            tokens = self._eager(descriptor, columns, features)
+        else:
+            tokens = self._replay(self.graphs, descriptor, columns, features, own_rows)
+        self._lost = False
+        return tokens
 
     def _pack(self, descriptor: BatchDescriptor, columns: dict[str, np.ndarray], num_rows: int) -> Int[Tensor, "_"]:
         """The bucket's integers, still on the host."""
