@@ -285,8 +285,8 @@ def _compare_pools(tally: Tally, job: CompareJob, drafters: Drafters) -> None:
     """Every live request's stored context K/V in both pools, and of CUDA graphs against eager."""
     pairs = [("pool", np.asarray(drafters.jax.state.pool), torch_numerics.to_numpy(drafters.torch.state.pool))]
     if drafters.graph is not None:
-        pools = (torch_numerics.to_numpy(engine.state.pool) for engine in (drafters.graph, drafters.fused))
-        pairs.append(("graph_pool", *pools))
+        graph, fused = (torch_numerics.to_numpy(engine.state.pool) for engine in (drafters.graph, drafters.fused))
+        pairs.append(("graph_pool", graph, fused))
     tally.pool_checks += 1
     page_size = drafters.jax.config.page_size
     for request in drafters.jax.requests.requests.values():
