@@ -59,9 +59,11 @@ def compare(
     if not as_json:
         from rich.console import Console
 
+        from jax_dflash import report
+
         console = Console()
-        console.print(job_module.table(result))
-        for line in job_module.summary(result):
+        console.print(report.table(result))
+        for line in report.summary(result):
             console.print(line, highlight=False)
     if out is not None:
         out.write_text(json.dumps(result) + "\n")
