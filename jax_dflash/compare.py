@@ -30,7 +30,7 @@ from jax_dflash.config import InputError, check_pair, load_draft_config, load_ta
 from jax_dflash.engine import DraftEngine
 from jax_dflash.greedy_loop import GreedyLoop, LoopStep
 from jax_dflash.programs import compile_cache, num_compiles
-from jax_dflash.taps import TAPS
+from jax_dflash.taps import live_part, tap_table
 from torch_ref import drafter as torch_drafter
 from torch_ref import numerics as torch_numerics
 from torch_ref import target as torch_target
@@ -102,10 +102,10 @@ class Tally:
 
 
 def relative_rms(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """RMS(ours - theirs) / RMS(theirs); NaN if either is not finite. K/V `[L, 2, ...]` is judged by its worst layer and
-    kind: K and V, or two layers, may differ in scale."""
+    """RMS(ours - theirs) / RMS(theirs); NaN if either is not finite. The pool `[L, 2, R, K, H]` is judged by its worst
+    layer and kind and other arrays of heads by their worst layer or request, which may differ in scale."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    axes = tuple(range(2, ours.ndim)) if ours.ndim > 3 else None
+    axes = tuple(range(ours.ndim - 3, ours.ndim)) if ours.ndim > 3 else None
     scale = np.sqrt(np.mean(theirs**2, axis=axes))
     error = np.sqrt(np.mean((ours - theirs) ** 2, axis=axes))
     return float(np.max(error / np.where(scale == 0, 1.0, scale)))
@@ -125,10 +125,10 @@ class Drafters:
         sizes = engine_sizes(job)
         self.jax = DraftEngine(self.draft_config, weights, **sizes)
         self.jax.capture(progress=progress)
-        self.tapped = DraftEngine(self.draft_config, weights, **sizes, taps=True)
+        self.tapped = DraftEngine(self.draft_config, weights, **sizes, taps=1)
         self.tapped.capture(progress=False)
 
-        def torch_engine(name: str, mode: str, attention: str, taps: bool) -> TorchEngine:
+        def torch_engine(name: str, mode: str, attention: str, taps: int) -> TorchEngine:
             kind, device = torch_numerics.as_dtype(name), {"cpu": "cpu", "gpu": "cuda"}[job.device]
             config, drafter = torch_drafter.load_drafter(job.checkpoint, kind, device)
             target_config, target = torch_target.load_target(job.target, kind, device)
@@ -138,10 +138,10 @@ class Drafters:
             engine.capture(progress=progress and mode == "cuda_graph")
             return engine
 
-        self.torch = torch_engine(job.dtype, "eager", "dense", True)
-        self.oracle = torch_engine("float64", "eager", "dense", True)
-        self.fused = torch_engine(job.dtype, "eager", "sdpa", True)
-        self.graph = torch_engine(job.dtype, "cuda_graph", "sdpa", False) if job.device == "gpu" else None
+        self.torch = torch_engine(job.dtype, "eager", "dense", 1)
+        self.oracle = torch_engine("float64", "eager", "dense", 1)
+        self.fused = torch_engine(job.dtype, "eager", "sdpa", 1)
+        self.graph = torch_engine(job.dtype, "cuda_graph", "sdpa", 0) if job.device == "gpu" else None
         self.all = [
             e for e in (self.jax, self.tapped, self.torch, self.oracle, self.fused, self.graph) if e is not None
         ]
@@ -225,19 +225,22 @@ def _compare_step(
     if drafters.graph is not None and not np.array_equal(drafters.graph.propose(step, features), fused):
         tally.fault(f"a CUDA graph of {bucket} requests drafts other tokens than PyTorch eager")
 
-    ours = {name: np.asarray(value) for name, value in (drafters.tapped.last_taps or {}).items()}
+    ours = {name: np.asarray(value) for name, value in drafters.tapped.last_taps.items()}
     theirs, exact, other = (
-        {name: torch_numerics.to_numpy(value) for name, value in (engine.last_taps or {}).items()}
+        {name: torch_numerics.to_numpy(value) for name, value in engine.last_taps.items()}
         for engine in (drafters.torch, drafters.oracle, drafters.fused)
     )
     num_rows = int(np.sum(step.num_context))
     if np.any(ours["context_slots"][num_rows:] != PAD_SLOT):
         tally.fault(f"padded context rows of a bucket of {bucket} requests have slots")
-    for tap in TAPS:
+    table = [tap for tap in tap_table(drafters.draft_config.geometry.num_layers) if tap.level == 1]
+    for tap in table:
         if tap.name not in ours or tap.name not in theirs:
             tally.fault(f"tap {tap.name} is missing on one side")
             continue
-        a, b = live_part(tap.name, ours[tap.name], n, num_rows), live_part(tap.name, theirs[tap.name], n, num_rows)
+        a, b = live_part(tap, ours[tap.name], n, num_rows), live_part(tap, theirs[tap.name], n, num_rows)
+        if tap.kind == "token":
+            continue  # judged by their margins below
         if tap.kind == "int":
             if a.shape != b.shape or not np.array_equal(a, b):
                 tally.fault(f"integers of {tap.name} differ: JAX {a.tolist()[:16]}, PyTorch {b.tolist()[:16]}")
@@ -247,15 +250,6 @@ def _compare_step(
     _compare_tokens(tally, bucket, drafts, torch_drafts, torch_logits, exact["logits"][:n])
     _remember(tally, step.request_ids, drafts, torch_drafts)
     return drafts
-
-
-def live_part(name: str, value: np.ndarray, num_reqs: int, num_rows: int) -> np.ndarray:
-    """The entries of a tap that belong to live requests and rows. Integers of padded requests are compared too."""
-    if name in ("combined", "context_positions", "context_slots"):
-        return value[:num_rows]
-    if name == "context_kv":
-        return value[:, :, :num_rows]
-    return value[:num_reqs] if name in ("hidden", "logits") else value
 
 
 def _compare_tokens(tally: Tally, bucket: int, drafts, torch_drafts, torch_logits, exact_logits) -> None:

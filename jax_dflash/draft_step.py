@@ -3,7 +3,7 @@
 N requests of the bucket, Q = K + 1 query rows each, C context rows, F feature width.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -14,7 +14,7 @@ from jax_dflash.batch import EngineConfig
 from jax_dflash.drafter import DraftWeights
 from jax_dflash.inputs import StepInputs, prepare_inputs
 from jax_dflash.kv_cache import Pool, pool_shape, store_context, store_layer
-from jax_dflash.taps import record
+from jax_dflash.taps import TapCall, no_taps
 
 
 class DraftState(NamedTuple):
@@ -45,16 +45,14 @@ def context_step(
     pool: Pool,
     features: Float[Array, "C F"],
     inputs: StepInputs,
-    taps: dict[str, Any] | None = None,
+    tap: TapCall = no_taps,
 ) -> Pool:
     """Combine the target's hidden states, make every layer's context K/V, and store them."""
-    combined = drafter.combine_hidden_states(weights, features)
-    kv = drafter.precompute_context_kv(weights, config.draft, combined, inputs.context_positions)
-    context = {
-        "context_positions": inputs.context_positions, "context_slots": inputs.context_slots,
-        "combined": combined, "context_kv": kv,
-    }  # fmt: skip
-    record(taps, context)
+    features = tap("features", features)
+    tap("context_positions", inputs.context_positions)
+    tap("context_slots", inputs.context_slots)
+    combined = tap("combined", drafter.combine_hidden_states(weights, features))
+    kv = drafter.precompute_context_kv(weights, config.draft, combined, inputs.context_positions, tap)
     return store_context(pool, kv, inputs.context_slots)
 
 
@@ -64,7 +62,7 @@ def query_step(
     pool: Pool,
     inputs: StepInputs,
     block_tables: Int[Array, "N W"],
-    taps: dict[str, Any] | None = None,
+    tap: TapCall = no_taps,
 ) -> tuple[Pool, Int[Array, "N K"]]:
     """One non-causal pass over [anchor, mask x K] of each request, and its K greedy drafts."""
     N, Q = block_tables.shape[0], config.query_len
@@ -75,14 +73,15 @@ def query_step(
         )
         return pool, dense.attention(pool, layer, q, block_tables, inputs.seq_lens)
 
-    x = drafter.embed(weights, inputs.input_ids.reshape(N, Q))
+    for name, value in inputs._asdict().items():
+        if not name.startswith("context"):
+            tap(name, value)
+    x = tap("embeds", drafter.embed(weights, inputs.input_ids.reshape(N, Q)))
     positions = inputs.query_positions.reshape(N, Q)
-    pool, hidden = drafter.query_forward(weights, config.draft, pool, x, positions, attend)
-    hidden = hidden[:, 1:]  # the rows of `sample_indices`: all but the anchor's
-    logits = drafter.compute_logits(weights, hidden)
-    integers = {name: value for name, value in inputs._asdict().items() if not name.startswith("context")}
-    record(taps, integers | {"hidden": hidden, "logits": logits})
-    return pool, sampling.greedy(logits)
+    pool, hidden = drafter.query_forward(weights, config.draft, pool, x, positions, attend, tap)
+    hidden = tap("hidden", hidden[:, 1:])  # the rows of `sample_indices`: all but the anchor's
+    logits = tap("logits", drafter.compute_logits(weights, hidden))
+    return pool, tap("draft_tokens", sampling.greedy(logits))
 
 
 def draft_step(
@@ -93,15 +92,15 @@ def draft_step(
     ints: Int[Array, "_"],
     *,
     num_reqs: int,
-    taps: dict[str, Any] | None = None,
+    tap: TapCall = no_taps,
 ) -> tuple[DraftState, Int[Array, "N K"]]:
     """One draft step of a bucket. C may be 0: then a context program has stored the context."""
     inputs, block_tables = step_inputs(config, ints, num_reqs, features.shape[0])
     pool = state.pool
     if features.shape[0]:
-        pool = context_step(config, weights, pool, features, inputs, taps)
-    pool, draft_tokens = query_step(config, weights, pool, inputs, block_tables, taps)
-    return DraftState(pool), draft_tokens
+        pool = context_step(config, weights, pool, features, inputs, tap)
+    pool, draft_tokens = query_step(config, weights, pool, inputs, block_tables, tap)
+    return DraftState(tap("pool", pool)), draft_tokens
 
 
 def zero_state(config: EngineConfig, dtype: jnp.dtype) -> DraftState:

@@ -18,6 +18,7 @@ from jax_dflash.layers import LayerWeights, Pool, apply_rope, decoder_layer, rms
 from jax_dflash.modules import DecoderLayer, Weight, from_tensors, tensors
 from jax_dflash.names import draft_tensors
 from jax_dflash.numerics import accum_einsum, linear
+from jax_dflash.taps import TapCall, no_taps
 from jax_dflash.weights import load_tensors, pack_layers, unpack_layers
 
 Attend = Callable[[Pool, int, Array, Array, Array], tuple[Pool, Array]]
@@ -93,17 +94,21 @@ def combine_hidden_states(weights: DraftWeights, features_CF: Float[Array, "C F"
 
 
 def precompute_context_kv(
-    weights: DraftWeights, config: DraftConfig, x_CD: Float[Array, "C D"], positions_C: Int[Array, "C"]
+    weights: DraftWeights,
+    config: DraftConfig,
+    x_CD: Float[Array, "C D"],
+    positions_C: Int[Array, "C"],
+    tap: TapCall = no_taps,
 ) -> Float[Array, "L 2 C K H"]:
     """K and V of every layer from combined states: hidden_norm, one product, per-layer K norm, RoPE; V is raw."""
     g = config.geometry
     with jax.named_scope("context_kv"):
-        y = rms_norm(x_CD, weights.hidden_norm, g.rms_norm_eps)
+        y = tap("context_norm", rms_norm(x_CD, weights.hidden_norm, g.rms_norm_eps))
         kv = linear(y, weights.context_kv).reshape(-1, g.num_layers, 2, g.num_kv_heads, g.head_dim)
         k_LCKH, v_LCKH = jnp.moveaxis(kv, 0, 2).swapaxes(0, 1)
         k_norm = jax.vmap(lambda k, weight: rms_norm(k, weight, g.rms_norm_eps))
         k_LCKH = apply_rope(k_norm(k_LCKH, weights.context_k_norm), rope_table(positions_C, g, x_CD.dtype))
-        return jnp.stack([k_LCKH, v_LCKH], axis=1)
+        return jnp.stack([tap("context_k", k_LCKH), tap("context_v", v_LCKH)], axis=1)
 
 
 def query_forward(
@@ -113,6 +118,7 @@ def query_forward(
     x_BTD: Float[Array, "B T D"],
     positions_BT: Int[Array, "B T"],
     attend: Attend,
+    tap: TapCall = no_taps,
 ) -> tuple[Pool, Float[Array, "B T D"]]:
     """The block's rows through all layers and the final norm.
 
@@ -126,7 +132,10 @@ def query_forward(
             def attend_layer(pool, q, k, v, layer=layer):
                 return attend(pool, layer, q, k, v)
 
-            pool, x_BTD = decoder_layer(layer_weights, config.geometry, pool, x_BTD, table, attend_layer)
+            def tap_layer(name, value, layer=layer):
+                return tap(f"layers.{layer}.{name}", value)
+
+            pool, x_BTD = decoder_layer(layer_weights, config.geometry, pool, x_BTD, table, attend_layer, tap_layer)
     return pool, rms_norm(x_BTD, weights.norm, config.geometry.rms_norm_eps)
 
 

@@ -37,7 +37,7 @@ class DraftEngine:
         strict: raise where no bucket fits instead of compiling an eager program.
         external_pages: the caller passes block tables in each step (page 0 is the null page), as vLLM does.
         context_in_program: False stores context K/V by programs of its own, before the step.
-        taps: programs also return the values of `taps.TAPS`, kept in `last_taps`.
+        taps: programs also return the values of `taps.tap_table` up to this level, kept in `last_taps`; 0 for none.
         compiler_options: XLA options over those of `numerics.COMPILER_OPTIONS`.
     """
 
@@ -56,7 +56,7 @@ class DraftEngine:
         strict: bool = False,
         external_pages: bool = False,
         context_in_program: bool = True,
-        taps: bool = False,
+        taps: int = 0,
         compiler_options: dict[str, Any] | None = None,
     ):
         self.config = EngineConfig.make(
@@ -83,7 +83,7 @@ class DraftEngine:
         self._state: DraftState | None = zero_state(self.config, self.programs.dtype)
         self.captured = False
         self.eager_compiles = 0
-        self.last_taps: dict[str, jax.Array] | None = None
+        self.last_taps: dict[str, jax.Array] = {}
 
     @property
     def state(self) -> DraftState:
@@ -142,7 +142,7 @@ class DraftEngine:
             self.state, tokens, step_taps = self._donate(
                 lambda state: self.programs.run_step(descriptor, state, features, ints)
             )
-        self.last_taps = None if step_taps is None else step_taps | taps
+        self.last_taps = step_taps | taps
         return tokens
 
     def _store_context(self, columns: dict[str, np.ndarray], num_rows: int, features) -> dict[str, jax.Array]:
@@ -151,7 +151,7 @@ class DraftEngine:
         self.state, taps = self._donate(
             lambda state: self.programs.run_context(features.shape[0], state, features, ints)
         )
-        return taps or {}
+        return taps
 
     def _dispatch(self, num_reqs: int) -> BatchDescriptor:
         Q = self.config.query_len

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_dflash.config import Geometry
 from jax_dflash.numerics import accum_dtype, linear, store, to_accum
+from jax_dflash.taps import TapCall, no_taps
 
 Pool = TypeVar("Pool")
 
@@ -68,20 +69,23 @@ def decoder_layer(
     x: Float[Array, "B T D"],
     table: tuple[Array, Array],
     attend: Callable[[Pool, Array, Array, Array], tuple[Pool, Array]],
+    tap: TapCall = no_taps,
 ) -> tuple[Pool, Float[Array, "B T D"]]:
-    """Attention and MLP with their residuals. `attend(pool, q, k, v) -> (pool, o)` stores K/V and reads them."""
+    """Attention and MLP with their residuals. `attend(pool, q, k, v) -> (pool, o)` stores K/V and reads them;
+    `tap` sees what `taps.py` lists of a layer."""
     D, H, N, K = geometry.hidden_size, geometry.head_dim, geometry.num_heads, geometry.num_kv_heads
     input_norm, post_norm, q_norm, k_norm = jnp.split(weights.norms, [D, 2 * D, 2 * D + H])
     with jax.named_scope("attention"):
-        qkv = linear(rms_norm(x, input_norm, geometry.rms_norm_eps), weights.qkv)
+        qkv = linear(tap("n1", rms_norm(x, input_norm, geometry.rms_norm_eps)), weights.qkv)
         q, k, v = jnp.split(qkv.reshape(*x.shape[:-1], N + 2 * K, H), [N, N + K], axis=-2)
-        q = apply_rope(rms_norm(q, q_norm, geometry.rms_norm_eps), table)
-        k = apply_rope(rms_norm(k, k_norm, geometry.rms_norm_eps), table)
-        pool, o = attend(pool, q, k, v)
-        x = add(x, linear(o.reshape(*x.shape[:-1], N * H), weights.o_proj))
+        q = tap("q", apply_rope(rms_norm(q, q_norm, geometry.rms_norm_eps), table))
+        k = tap("k", apply_rope(rms_norm(k, k_norm, geometry.rms_norm_eps), table))
+        pool, o = attend(pool, q, k, tap("v", v))
+        o = tap("attn", o).reshape(*x.shape[:-1], N * H)
+        x = tap("post_attention", add(x, linear(o, weights.o_proj)))
     with jax.named_scope("mlp"):
-        y = rms_norm(x, post_norm, geometry.rms_norm_eps)
-        x = add(x, linear(swiglu(linear(y, weights.gate_up)), weights.down))
+        y = tap("n2", rms_norm(x, post_norm, geometry.rms_norm_eps))
+        x = tap("out", add(x, linear(tap("act", swiglu(linear(y, weights.gate_up))), weights.down)))
     return pool, x
 
 

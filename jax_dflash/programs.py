@@ -29,6 +29,7 @@ from jax_dflash.buckets import BatchDescriptor, BucketLadder, GraphMode
 from jax_dflash.draft_step import DraftState, context_step, draft_step, step_inputs, zero_state
 from jax_dflash.drafter import DraftWeights
 from jax_dflash.numerics import COMPILER_OPTIONS
+from jax_dflash.taps import Taps
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class Programs:
         weights: DraftWeights,
         *,
         context_in_program: bool = True,
-        taps: bool = False,
+        taps: int = 0,
         compiler_options: dict[str, Any] | None = None,
     ):
         self.config, self.ladder = config, ladder
@@ -154,10 +155,10 @@ class Programs:
         """The function that is compiled for a bucket: (leaves, state, features, ints) -> (state, draft_tokens, taps)."""
 
         def dflash_step(leaves, state, features, ints):
-            taps = {} if self.taps else None
+            tap = Taps(self.taps)
             weights = jax.tree.unflatten(self._treedef, leaves)
-            state, tokens = draft_step(self.config, weights, state, features, ints, num_reqs=num_reqs, taps=taps)
-            return state, tokens, taps
+            state, tokens = draft_step(self.config, weights, state, features, ints, num_reqs=num_reqs, tap=tap)
+            return state, tokens, tap.values
 
         return dflash_step
 
@@ -165,10 +166,10 @@ class Programs:
         """(leaves, state, features, ints) -> (state, taps): context rows of any batch, laid out for max_num_seqs."""
 
         def dflash_context(leaves, state, features, ints):
-            taps = {} if self.taps else None
+            tap = Taps(self.taps)
             weights = jax.tree.unflatten(self._treedef, leaves)
             inputs, _ = step_inputs(self.config, ints, self.config.max_num_seqs, features.shape[0])
-            return DraftState(context_step(self.config, weights, state.pool, features, inputs, taps)), taps
+            return DraftState(context_step(self.config, weights, state.pool, features, inputs, tap)), tap.values
 
         return dflash_context
 

@@ -69,7 +69,7 @@ def test_training_computes_what_the_engine_serves(values):
         weights, DRAFT, jnp.asarray(tokens), jnp.asarray(features), jnp.array([[3, anchor, 20]])
     )
 
-    engine = DraftEngine(DRAFT, weights, max_num_seqs=1, max_model_len=64, page_size=4, taps=True)
+    engine = DraftEngine(DRAFT, weights, max_num_seqs=1, max_model_len=64, page_size=4, taps=1)
     engine.capture(progress=False)
     engine.add_request(0)
     one = np.ones(1, np.int32)

@@ -3,14 +3,14 @@
 N requests of the bucket, Q = K + 1 query rows each, C context rows, F feature width.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from jax_dflash.batch import EngineConfig
-from jax_dflash.taps import record
+from jax_dflash.taps import TapCall, no_taps
 from torch_ref import drafter, sampling
 from torch_ref.attention import dense
 from torch_ref.drafter import DraftWeights
@@ -46,16 +46,14 @@ def context_step(
     pool: Pool,
     features: Float[Tensor, "C F"],
     inputs: StepInputs,
-    taps: dict[str, Any] | None = None,
+    tap: TapCall = no_taps,
 ) -> Pool:
     """Combine the target's hidden states, make every layer's context K/V, and store them."""
-    combined = drafter.combine_hidden_states(weights, features)
-    kv = drafter.precompute_context_kv(weights, config.draft, combined, inputs.context_positions)
-    context = {
-        "context_positions": inputs.context_positions, "context_slots": inputs.context_slots,
-        "combined": combined, "context_kv": kv,
-    }  # fmt: skip
-    record(taps, context)
+    features = tap("features", features)
+    tap("context_positions", inputs.context_positions)
+    tap("context_slots", inputs.context_slots)
+    combined = tap("combined", drafter.combine_hidden_states(weights, features))
+    kv = drafter.precompute_context_kv(weights, config.draft, combined, inputs.context_positions, tap)
     return store_context(pool, kv, inputs.context_slots)
 
 
@@ -65,7 +63,7 @@ def query_step(
     pool: Pool,
     inputs: StepInputs,
     block_tables: Int[Tensor, "N W"],
-    taps: dict[str, Any] | None = None,
+    tap: TapCall = no_taps,
     *,
     attention: str,
 ) -> tuple[Pool, Int[Tensor, "N K"]]:
@@ -79,14 +77,15 @@ def query_step(
         pool = store_layer(pool, layer, k.flatten(0, 1), v.flatten(0, 1), slots)
         return pool, dense.attend_keys(pool, layer, q, keys, attention)
 
-    x = drafter.embed(weights, inputs.input_ids.reshape(N, Q))
+    for name, value in inputs._asdict().items():
+        if not name.startswith("context"):
+            tap(name, value)
+    x = tap("embeds", drafter.embed(weights, inputs.input_ids.reshape(N, Q)))
     positions = inputs.query_positions.reshape(N, Q)
-    pool, hidden = drafter.query_forward(weights, config.draft, pool, x, positions, attend)
-    hidden = hidden[:, 1:]  # the rows of `sample_indices`: all but the anchor's
-    logits = drafter.compute_logits(weights, hidden)
-    integers = {name: value for name, value in inputs._asdict().items() if not name.startswith("context")}
-    record(taps, integers | {"hidden": hidden, "logits": logits})
-    return pool, sampling.greedy(logits)
+    pool, hidden = drafter.query_forward(weights, config.draft, pool, x, positions, attend, tap)
+    hidden = tap("hidden", hidden[:, 1:])  # the rows of `sample_indices`: all but the anchor's
+    logits = tap("logits", drafter.compute_logits(weights, hidden))
+    return pool, tap("draft_tokens", sampling.greedy(logits))
 
 
 def draft_step(
@@ -99,15 +98,15 @@ def draft_step(
     num_reqs: int,
     table_width: int,
     attention: str,
-    taps: dict[str, Any] | None = None,
+    tap: TapCall = no_taps,
 ) -> tuple[DraftState, Int[Tensor, "N K"]]:
     """One draft step of a bucket; attention reads `table_width` pages of each request by the kernel of that name."""
     inputs, block_tables = step_inputs(config, ints, num_reqs, features.shape[0])
-    pool = context_step(config, weights, state.pool, features, inputs, taps)
+    pool = context_step(config, weights, state.pool, features, inputs, tap)
     pool, draft_tokens = query_step(
-        config, weights, pool, inputs, block_tables[:, :table_width], taps, attention=attention
+        config, weights, pool, inputs, block_tables[:, :table_width], tap, attention=attention
     )
-    return DraftState(pool), draft_tokens
+    return DraftState(tap("pool", pool)), draft_tokens
 
 
 def zero_state(config: EngineConfig, dtype: torch.dtype, device: torch.device | str) -> DraftState:

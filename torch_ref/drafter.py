@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from jax_dflash.config import DraftConfig, load_draft_config
 from jax_dflash.names import draft_tensors
+from jax_dflash.taps import TapCall, no_taps
 from torch_ref.layers import LayerWeights, Pool, apply_rope, decoder_layer, rms_norm, rope_table
 from torch_ref.modules import DecoderLayer, Weight, from_tensors, tensors
 from torch_ref.numerics import accum_linear, linear
@@ -92,17 +93,21 @@ def combine_hidden_states(weights: DraftWeights, features_CF: Float[Tensor, "C F
 
 
 def precompute_context_kv(
-    weights: DraftWeights, config: DraftConfig, x_CD: Float[Tensor, "C D"], positions_C: Int[Tensor, "C"]
+    weights: DraftWeights,
+    config: DraftConfig,
+    x_CD: Float[Tensor, "C D"],
+    positions_C: Int[Tensor, "C"],
+    tap: TapCall = no_taps,
 ) -> Float[Tensor, "L 2 C K H"]:
     """K and V of every layer from combined states: hidden_norm, one product, per-layer K norm, RoPE; V is raw."""
     g = config.geometry
-    y = rms_norm(x_CD, weights.hidden_norm, g.rms_norm_eps)
+    y = tap("context_norm", rms_norm(x_CD, weights.hidden_norm, g.rms_norm_eps))
     kv = linear(y, weights.context_kv).unflatten(-1, (g.num_layers, 2, g.num_kv_heads, g.head_dim))
     k_LCKH, v_LCKH = kv.permute(2, 1, 0, 3, 4)
     k_norm = zip(k_LCKH, weights.context_k_norm, strict=True)
     k_LCKH = torch.stack([rms_norm(k, weight, g.rms_norm_eps) for k, weight in k_norm])
     k_LCKH = apply_rope(k_LCKH, rope_table(positions_C, g, x_CD.dtype))
-    return torch.stack([k_LCKH, v_LCKH], dim=1)
+    return torch.stack([tap("context_k", k_LCKH), tap("context_v", v_LCKH)], dim=1)
 
 
 def query_forward(
@@ -112,6 +117,7 @@ def query_forward(
     x_BTD: Float[Tensor, "B T D"],
     positions_BT: Int[Tensor, "B T"],
     attend: Attend,
+    tap: TapCall = no_taps,
 ) -> tuple[Pool, Float[Tensor, "B T D"]]:
     """The block's rows through all layers and the final norm.
 
@@ -123,7 +129,10 @@ def query_forward(
         def attend_layer(pool, q, k, v, layer=layer):
             return attend(pool, layer, q, k, v)
 
-        pool, x_BTD = decoder_layer(layer_weights, config.geometry, pool, x_BTD, table, attend_layer)
+        def tap_layer(name, value, layer=layer):
+            return tap(f"layers.{layer}.{name}", value)
+
+        pool, x_BTD = decoder_layer(layer_weights, config.geometry, pool, x_BTD, table, attend_layer, tap_layer)
     return pool, rms_norm(x_BTD, weights.norm, config.geometry.rms_norm_eps)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from jax_dflash.batch import EngineConfig, RequestTable, TargetStep
 from jax_dflash.buckets import BatchDescriptor, BucketLadder, GraphMode
 from jax_dflash.config import DraftConfig, InputError
+from jax_dflash.taps import Taps
 from torch_ref.attention.dense import KERNELS
 from torch_ref.cuda_graphs import CudaGraphs
 from torch_ref.draft_step import DraftState, context_step, draft_step, step_inputs, zero_state
@@ -25,7 +26,7 @@ class DraftEngine:
             external_pages: as in `jax_dflash.engine.DraftEngine`.
         mode: "eager", or "cuda_graph" for one captured graph per bucket.
         attention: "sdpa", PyTorch's fused kernel, or "dense", which rounds as the contract says (`attention/dense.py`).
-        taps: keep the values of `jax_dflash.taps.TAPS` in `last_taps`; eager only.
+        taps: keep the values of `jax_dflash.taps.tap_table` up to this level in `last_taps`; eager only, 0 for none.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class DraftEngine:
         external_pages: bool = False,
         mode: str = "eager",
         attention: str = "sdpa",
-        taps: bool = False,
+        taps: int = 0,
     ):
         self.weights = weights
         self.device, self.dtype = weights.fc.device, weights.fc.dtype
@@ -74,7 +75,7 @@ class DraftEngine:
         )
         self.taps, self.attention = taps, attention
         self.captured = self._lost = False
-        self.last_taps: dict[str, Tensor] | None = None
+        self.last_taps: dict[str, Tensor] = {}
 
     @torch.inference_mode()
     def capture(self, *, progress: bool = True) -> None:
@@ -134,7 +135,7 @@ class DraftEngine:
         self, descriptor: BatchDescriptor, columns: dict[str, np.ndarray], features: Tensor
     ) -> Int[Tensor, "N K"]:
         """The bucket's step without a graph: all context rows at once, and pages up to the longest live request."""
-        self.last_taps = {} if self.taps else None
+        tap = Taps(self.taps)
         end = columns["start_position"] + columns["num_context"] - columns["num_rejected"]
         longest = min(int(end.max()) + self.config.query_len, self.config.max_model_len)
         self.state, tokens = draft_step(
@@ -146,8 +147,9 @@ class DraftEngine:
             num_reqs=descriptor.padded_reqs,
             table_width=self.requests.num_pages_for(longest),
             attention=self.attention,
-            taps=self.last_taps,
+            tap=tap,
         )
+        self.last_taps = tap.values
         return tokens
 
     def _replay(

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from jax_dflash.config import Geometry
+from jax_dflash.taps import TapCall, no_taps
 from torch_ref.numerics import accum_dtype, linear, store, to_accum
 
 Pool = TypeVar("Pool")
@@ -71,20 +72,22 @@ def decoder_layer(
     x: Float[Tensor, "B T D"],
     table: tuple[Tensor, Tensor],
     attend: Callable[[Pool, Tensor, Tensor, Tensor], tuple[Pool, Tensor]],
+    tap: TapCall = no_taps,
 ) -> tuple[Pool, Float[Tensor, "B T D"]]:
-    """Attention and MLP with their residuals. `attend(pool, q, k, v) -> (pool, o)` stores K/V and reads them."""
+    """Attention and MLP with their residuals. `attend(pool, q, k, v) -> (pool, o)` stores K/V and reads them;
+    `tap` sees what `taps.py` lists of a layer."""
     D, H, N, K = geometry.hidden_size, geometry.head_dim, geometry.num_heads, geometry.num_kv_heads
     input_norm, post_norm, q_norm, k_norm = weights.norms.split([D, D, H, H])
 
-    qkv = linear(rms_norm(x, input_norm, geometry.rms_norm_eps), weights.qkv)
+    qkv = linear(tap("n1", rms_norm(x, input_norm, geometry.rms_norm_eps)), weights.qkv)
     q, k, v = qkv.unflatten(-1, (N + 2 * K, H)).split([N, K, K], dim=-2)
-    q = apply_rope(rms_norm(q, q_norm, geometry.rms_norm_eps), table)
-    k = apply_rope(rms_norm(k, k_norm, geometry.rms_norm_eps), table)
-    pool, o = attend(pool, q, k, v)
-    x = add(x, linear(o.flatten(-2), weights.o_proj))
+    q = tap("q", apply_rope(rms_norm(q, q_norm, geometry.rms_norm_eps), table))
+    k = tap("k", apply_rope(rms_norm(k, k_norm, geometry.rms_norm_eps), table))
+    pool, o = attend(pool, q, k, tap("v", v))
+    x = tap("post_attention", add(x, linear(tap("attn", o).flatten(-2), weights.o_proj)))
 
-    y = rms_norm(x, post_norm, geometry.rms_norm_eps)
-    x = add(x, linear(swiglu(linear(y, weights.gate_up)), weights.down))
+    y = tap("n2", rms_norm(x, post_norm, geometry.rms_norm_eps))
+    x = tap("out", add(x, linear(tap("act", swiglu(linear(y, weights.gate_up))), weights.down)))
     return pool, x
 
 
