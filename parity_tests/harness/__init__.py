@@ -1,0 +1,1 @@
+"""The parity harness: an independent oracle, and the tools that compare both frameworks with it."""

@@ -1,0 +1,350 @@
+"""One DFlash draft step in plain float64 numpy, written from the specification alone: the judge of both frameworks.
+
+It shares no code with either of them and prefers loops to speed. Sections in brackets are those of the drafting spec.
+
+Letters: `B` requests of the bucket, `T` query rows of one request, `C` context rows, `M` live context rows, `D` draft width,
+`Dt` target width, `E` tapped target layers, `I` hidden states of the target, `N` query heads, `K` KV heads, `H` head dim,
+`F` MLP width, `L` draft layers, `V` vocabulary, `P` pages, `W` block table width, `n` live requests.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+import safetensors
+
+PAD = -1
+NULL_PAGE = 0
+STORED = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+# Keys without which the maths is unknown, and keys that may only say what this file computes (first value: the default).
+REQUIRED = ("hidden_size num_hidden_layers num_attention_heads num_key_value_heads rms_norm_eps rope_theta").split()
+ONLY = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "rope_scaling": (None,),
+    "rope_parameters": (None,),
+    "use_sliding_window": (False, None),
+    "is_causal": (None, False),
+    "logit_scale": (1.0, None),
+}
+ONLY_NESTED = {"causal": (None, False), "use_swa": (None, False), "sample_from_anchor": (None, False)}
+GLOBAL_TAPS = "features combined context_norm context_k context_v embeds hidden logits".split()
+LAYER_TAPS = "n1 q k v attn post_attention n2 act out".split()
+GLOBAL_WEIGHTS = "fc hidden_norm norm embed_tokens lm_head".split()
+LAYER_WEIGHTS = (
+    "input_layernorm post_attention_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj "
+    "self_attn.q_norm self_attn.k_norm mlp.gate_proj mlp.up_proj mlp.down_proj"
+).split()
+
+
+class Step(NamedTuple):
+    """What one draft step of n live requests is given; row j of request r stands at position start_position[r] + j."""
+
+    start_position: np.ndarray  # [n]
+    num_context: np.ndarray  # [n] rows of this step's target batch, rejected ones included
+    num_rejected: np.ndarray  # [n] how many of the last rows the verifier refused
+    num_sampled: np.ndarray  # [n] 0 for an unfinished prefill
+    last_sampled: np.ndarray  # [n]
+    next_prefill: np.ndarray  # [n]
+    request_index: np.ndarray  # [n]
+    block_tables: np.ndarray  # [n, W] page ids, 0 is the null page
+    hidden_states: np.ndarray  # [I, M, Dt] residual stream, index 0 = embeddings, index i = after i layers
+
+
+class Model(NamedTuple):
+    """What the configuration decides beyond the shapes of the weights."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+    theta: float
+    mask_token_id: int
+    taps: list[int]  # indices into hidden_states
+
+
+def load(directory):
+    """Configuration and float64 tensors of a checkpoint folder; ValueError names the file, and the key at fault."""
+    directory = Path(directory)
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path}: expected an object, got {type(config).__name__}")
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{directory}: no *.safetensors file")
+    tensors = {}
+    for path in files:
+        try:
+            entries = safetensors.deserialize(path.read_bytes())
+        except (OSError, safetensors.SafetensorError) as error:
+            raise ValueError(f"{path}: {error}") from error
+        for name, entry in entries:
+            if name in tensors:
+                raise ValueError(f"{path}: {name} is also in an earlier file of the folder")
+            if entry["dtype"] not in STORED:
+                raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, expected one of {', '.join(STORED)}")
+            stored = np.frombuffer(entry["data"], STORED[entry["dtype"]]).reshape(entry["shape"])
+            tensors[name] = stored.astype(np.float64)
+    return config, tensors
+
+
+def read_config(config) -> Model:
+    """A z-lab config.json as a Model; ValueError names a key that is missing or asks for what is not computed here."""
+    nested = config.get("dflash_config") or {}
+    for key in REQUIRED:
+        if config.get(key) is None:
+            raise ValueError(f"config has no {key}")
+    for key in ("mask_token_id", "target_layer_ids"):
+        if nested.get(key) is None:
+            raise ValueError(f"config has no dflash_config.{key}")
+    for table, only in ((config, ONLY), (nested, ONLY_NESTED)):
+        for key, values in only.items():
+            if table.get(key, values[0]) not in values:
+                raise ValueError(f"{key}={table[key]!r} is not supported, expected {values[0]!r}")
+    layers, ids = config["num_hidden_layers"], nested["target_layer_ids"]
+    types = config.get("layer_types") or ["full_attention"] * layers
+    if types != ["full_attention"] * layers:
+        raise ValueError(f"layer_types={types} is not supported, expected full_attention for each of {layers} layers")
+    if not ids or len(set(ids)) < len(ids) or min(ids) < 0:
+        raise ValueError(f"target_layer_ids={ids} must be distinct and not negative")
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    if heads % kv_heads:
+        raise ValueError(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+    return Model(
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        eps=config["rms_norm_eps"],
+        theta=config["rope_theta"],
+        mask_token_id=nested["mask_token_id"],
+        taps=[i + 1 for i in ids],  # an id names the layer whose output is read [C01]
+    )
+
+
+def check_names(model, tensors, forced):
+    """ValueError on a tensor that is missing or never read (a bias, say), and on a forced name that is no float tap."""
+    weights = GLOBAL_WEIGHTS + [f"layers.{i}.{name}" for i in range(model.layers) for name in LAYER_WEIGHTS]
+    taps = GLOBAL_TAPS + [f"layers.{i}.{name}" for i in range(model.layers) for name in LAYER_TAPS]
+    wrong = {f"{name}.weight" for name in weights} ^ set(tensors)
+    if wrong:
+        raise ValueError(f"tensors missing or unexpected: {', '.join(sorted(wrong))}")
+    if unknown := sorted(set(forced) - set(taps)):
+        raise ValueError(f"cannot force {', '.join(unknown)}: not a float tap")
+
+
+def slot_of(table, position, page_size, max_model_len):
+    """Pool row of a position, or PAD at the null page and from max_model_len on: a clamped page column would alias [C28]."""
+    if position >= max_model_len or table[position // page_size] == NULL_PAGE:
+        return PAD
+    return table[position // page_size] * page_size + position % page_size
+
+
+def prepare_inputs(
+    step, mask_token_id, *, num_reqs, context_rows, page_size, max_model_len, num_speculative_tokens, num_pages
+):
+    """The integer taps of section 3, each int32 at bucket size; ValueError names the field of a step that cannot be run."""
+    n, T = len(step.start_position), num_speculative_tokens + 1
+    M = int(np.sum(step.num_context))
+    if not 0 < n <= num_reqs:
+        raise ValueError(f"num_reqs={num_reqs} cannot hold {n} live requests; both must be at least 1")
+    if M > context_rows:
+        raise ValueError(f"context_rows={context_rows} cannot hold {M} context rows")
+    out = {
+        "context_positions": np.zeros(context_rows, np.int32),
+        "context_slots": np.full(context_rows, PAD, np.int32),
+        "input_ids": np.zeros(num_reqs * T, np.int32),
+        "query_positions": np.zeros(num_reqs * T, np.int32),
+        "query_slots": np.full(num_reqs * T, PAD, np.int32),
+        "query_start_loc": np.minimum(np.arange(num_reqs + 1), n).astype(np.int32) * np.int32(T),
+        "seq_lens": np.zeros(num_reqs, np.int32),
+        "sample_indices": np.zeros(num_reqs * (T - 1), np.int32),
+        "sample_positions": np.zeros(num_reqs * (T - 1), np.int32),
+        "sample_request": np.full(num_reqs * (T - 1), PAD, np.int32),
+    }
+    row = 0
+    for r in range(n):
+        start, num_context = int(step.start_position[r]), int(step.num_context[r])
+        valid = num_context - int(step.num_rejected[r])
+        if start < 0 or not 0 < valid <= num_context:
+            raise ValueError(
+                f"request {r}: start_position={start}, {valid} of num_context={num_context} rows are valid"
+            )
+        anchor_position = start + valid
+        seq_len = min(anchor_position + T, max_model_len)
+        table = [int(page) for page in step.block_tables[r]]
+        used = table[: -(-seq_len // page_size)]
+        if len(used) * page_size < seq_len or min(used) < 0 or max(used) >= num_pages:
+            raise ValueError(f"block_tables[{r}]={table} does not give {seq_len} keys pages of a pool of {num_pages}")
+        for j in range(valid):  # rejected rows keep position 0 and PAD
+            out["context_positions"][row + j] = start + j
+            out["context_slots"][row + j] = slot_of(table, start + j, page_size, max_model_len)
+        row += num_context
+        anchor = step.last_sampled[r] if step.num_sampled[r] > 0 else step.next_prefill[r]
+        for t in range(T):
+            out["input_ids"][r * T + t] = anchor if t == 0 else mask_token_id
+            out["query_positions"][r * T + t] = min(anchor_position + t, max_model_len - 1)
+            out["query_slots"][r * T + t] = slot_of(table, anchor_position + t, page_size, max_model_len)
+        out["seq_lens"][r] = seq_len
+        for i in range(T - 1):  # the anchor row predicts nothing; sample positions are not clamped
+            out["sample_indices"][r * (T - 1) + i] = r * T + 1 + i
+            out["sample_positions"][r * (T - 1) + i] = anchor_position + 1 + i
+            out["sample_request"][r * (T - 1) + i] = step.request_index[r]
+    return out
+
+
+def rms_norm(x, weight, eps):
+    """Root-mean-square norm over the last axis."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def rope(x, positions, theta):
+    """Half-split rotary embedding of x [..., heads, H] at positions [...]; pair j is (j, j + H/2)."""
+    half = x.shape[-1] // 2
+    angle = positions[..., None, None] * theta ** (-np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1)
+
+
+def write(rows, slots, values):
+    """Put values [R, K, H] into pool rows [S, K, H] in place; PAD writes nothing (plain indexing would wrap around)."""
+    rows[slots[slots != PAD]] = values[slots != PAD]
+
+
+def attend(q_BTNH, rows_2SKH, block_tables, seq_lens, page_size):
+    """Each query row over keys 0..seq_len-1 of its request, those of its own block included; zeros where seq_len is 0."""
+    out = np.zeros_like(q_BTNH)
+    heads, head_dim = q_BTNH.shape[2:]
+    group = heads // rows_2SKH.shape[2]
+    for r, table in enumerate(block_tables):
+        if seq_lens[r] == 0:
+            continue
+        # Only visible rows are ever loaded, so NaN elsewhere cannot leak in as 0 * NaN.
+        slots = [table[j // page_size] * page_size + j % page_size for j in range(seq_lens[r])]
+        for h in range(heads):
+            keys, values = rows_2SKH[0, slots, h // group], rows_2SKH[1, slots, h // group]
+            scores = q_BTNH[r, :, h] @ keys.T * head_dim**-0.5
+            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+            out[r, :, h] = weights @ values / weights.sum(axis=-1, keepdims=True)
+    return out
+
+
+def read_features(model, step, context_rows, width):
+    """The tapped hidden states side by side [C, E*Dt], NaN past the live rows; ValueError on a tap or width that misfits."""
+    hidden_states = np.asarray(step.hidden_states, np.float64)
+    num_states, M, Dt = hidden_states.shape
+    if M != np.sum(step.num_context):
+        raise ValueError(f"hidden_states has {M} rows, num_context adds up to {np.sum(step.num_context)}")
+    if max(model.taps) >= num_states or len(model.taps) * Dt != width:
+        ids = [i - 1 for i in model.taps]
+        raise ValueError(f"target_layer_ids={ids} of {num_states} hidden states, width {Dt}: fc wants {width} features")
+    features = np.full((context_rows, width), np.nan)
+    features[:M] = np.concatenate([hidden_states[i] for i in model.taps], axis=-1)
+    return features
+
+
+def context_kv(model, weight, context_norm_CD, positions):
+    """K [L, C, K, H] through each layer's own projection, K norm [C42] and RoPE, and raw V; no input_layernorm."""
+    keys, values = [], []
+    for i in range(model.layers):
+        k, v = (context_norm_CD @ weight(f"layers.{i}.self_attn.{name}_proj").T for name in "kv")
+        k, v = (y.reshape(len(positions), model.kv_heads, model.head_dim) for y in (k, v))
+        keys.append(rope(rms_norm(k, weight(f"layers.{i}.self_attn.k_norm"), model.eps), positions, model.theta))
+        values.append(v)
+    return np.stack(keys), np.stack(values)
+
+
+def draft_layer(model, weight, tap, layer, x, rows_2SKH, ints, block_tables, page_size):
+    """One pre-norm layer on x [B, T, D]; stores the block's K/V before it reads them, as its rows see each other."""
+    B, T, _ = x.shape
+    at, positions = f"layers.{layer}.", ints["query_positions"].reshape(B, T)
+    n1 = tap(at + "n1", rms_norm(x, weight(at + "input_layernorm"), model.eps))
+    q, k, v = (
+        (n1 @ weight(f"{at}self_attn.{name}_proj").T).reshape(B, T, num, model.head_dim)
+        for name, num in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads))
+    )
+    q = tap(at + "q", rope(rms_norm(q, weight(at + "self_attn.q_norm"), model.eps), positions, model.theta))
+    k = tap(at + "k", rope(rms_norm(k, weight(at + "self_attn.k_norm"), model.eps), positions, model.theta))
+    v = tap(at + "v", v)
+    for side, kv in enumerate((k, v)):
+        write(rows_2SKH[side], ints["query_slots"], kv.reshape(B * T, *kv.shape[2:]))
+    attn = tap(at + "attn", attend(q, rows_2SKH, block_tables, ints["seq_lens"], page_size))
+    x = tap(at + "post_attention", x + attn.reshape(B, T, -1) @ weight(at + "self_attn.o_proj").T)
+    n2 = tap(at + "n2", rms_norm(x, weight(at + "post_attention_layernorm"), model.eps))
+    gate, up = (n2 @ weight(f"{at}mlp.{name}_proj").T for name in ("gate", "up"))
+    act = tap(at + "act", gate / (1 + np.exp(-gate)) * up)
+    return tap(at + "out", x + act @ weight(at + "mlp.down_proj").T)
+
+
+# Rejected and padded rows may hold anything, and silu's exp may overflow to its right limit.
+@np.errstate(over="ignore", invalid="ignore", divide="ignore")
+def run(
+    config,
+    tensors,
+    step,
+    pool,
+    *,
+    num_reqs,
+    context_rows,
+    page_size,
+    max_model_len,
+    num_speculative_tokens,
+    forced=None,
+):
+    """Every tap of one greedy draft step, in order; pool [L, 2, P, page, K, H] is copied to float64, never changed.
+
+    `forced` maps float taps to values that everything downstream uses; the result still records what was computed.
+    Rows of padded requests and of context past M are garbage in float taps. ValueError names what does not fit.
+    """
+    model, forced = read_config(config), forced or {}
+    check_names(model, tensors, forced)
+    pool = np.array(pool, np.float64, order="C")  # so that the reshape below is a view
+    if pool.ndim != 6 or pool.shape != (model.layers, 2, pool.shape[2], page_size, model.kv_heads, model.head_dim):
+        raise ValueError(f"pool {pool.shape} is not [L, 2, P, page, K, H] of page_size={page_size} and {model}")
+    rows_L2SKH = pool.reshape(model.layers, 2, -1, model.kv_heads, model.head_dim)
+    result = {}
+
+    def weight(name):
+        return np.asarray(tensors[f"{name}.weight"], np.float64)
+
+    def tap(name, value):
+        result[name] = value
+        used = np.asarray(forced.get(name, value), np.float64)
+        if used.shape != value.shape:
+            raise ValueError(f"forced {name} {used.shape}, expected {value.shape}")
+        return used
+
+    ints = prepare_inputs(
+        step,
+        model.mask_token_id,
+        num_reqs=num_reqs,
+        context_rows=context_rows,
+        page_size=page_size,
+        max_model_len=max_model_len,
+        num_speculative_tokens=num_speculative_tokens,
+        num_pages=pool.shape[2],
+    )
+    x = tap("features", read_features(model, step, context_rows, weight("fc").shape[1]))
+    result |= ints
+    x = tap("combined", x @ weight("fc").T)
+    x = tap("context_norm", rms_norm(x, weight("hidden_norm"), model.eps))
+    context_k, context_v = context_kv(model, weight, x, ints["context_positions"])
+    for side, kv_LCKH in enumerate((tap("context_k", context_k), tap("context_v", context_v))):
+        for i in range(model.layers):
+            write(rows_L2SKH[i, side], ints["context_slots"], kv_LCKH[i])
+    embed, ids = weight("embed_tokens"), ints["input_ids"].reshape(num_reqs, -1)
+    if ids.min() < 0 or ids.max() >= len(embed):
+        raise ValueError(f"input ids {ids.min()}..{ids.max()} outside the vocabulary of {len(embed)}")
+    x = tap("embeds", embed[ids])
+    for i in range(model.layers):
+        x = draft_layer(model, weight, tap, i, x, rows_L2SKH[i], ints, step.block_tables, page_size)
+    x = tap("hidden", rms_norm(x[:, 1:], weight("norm"), model.eps))
+    logits = tap("logits", x @ weight("lm_head").T)
+    return result | {"draft_tokens": np.argmax(logits, axis=-1).astype(np.int32), "pool": pool}  # ties: the first

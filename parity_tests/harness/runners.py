@@ -1,0 +1,316 @@
+"""One draft step of a case by each implementation, as a trace: tap name -> numpy array, floats in float64, which holds
+float32 and bfloat16 exactly.
+
+Every runner has the same signature, `run(case, dtype, forced=None, level=2, rerun=True) -> Trace`. With `forced` each tap is computed from the
+given values of the taps before it (teacher forcing) instead of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from jax_dflash.batch import EngineConfig
+from jax_dflash.config import DraftConfig, parse_draft_config
+from jax_dflash.taps import tap_table
+from parity_tests.harness import case as cases
+from parity_tests.harness import oracle64
+from parity_tests.harness.case import PER_REQUEST, Case
+
+Trace = dict[str, np.ndarray]
+Runner = Callable[..., Trace]
+DTYPES = ("float32", "bfloat16", "float64")
+
+
+class NotDeterministic(RuntimeError):
+    """Two runs of one program on one input that differ; the argument is the first tap that does."""
+
+
+class CannotRun(RuntimeError):
+    """An implementation that is not here or cannot run this case; the message is one line."""
+
+
+def numpy_trace(values: Mapping[str, Any]) -> Trace:
+    """Taps of any framework as numpy."""
+
+    def convert(value):
+        if hasattr(value, "is_floating_point"):
+            value = (value.double() if value.is_floating_point() else value).cpu().numpy()
+        value = np.asarray(value)
+        return value.astype(np.int32) if value.dtype.kind in "iu" else value.astype(np.float64)
+
+    return {name: convert(value) for name, value in values.items()}
+
+
+def traced(call: Callable[[], Mapping[str, Any]], rerun: bool) -> Trace:
+    """The trace of a call; with `rerun` one that gives the same bits when repeated. Raises NotDeterministic."""
+    first = numpy_trace(call())
+    second = numpy_trace(call()) if rerun else first
+    for name, value in first.items():
+        if not np.array_equal(value, second[name], equal_nan=True):
+            raise NotDeterministic(name)
+    return first
+
+
+def forcible(case: Case, trace: Trace) -> Trace:
+    """The taps of a trace that can be put in the place of others: floats, from the first computed one on."""
+    names = [tap.name for tap in tap_table(case.num_layers) if tap.kind == "float" and tap.name != "features"]
+    return {name: trace[name] for name in names}
+
+
+def oracle(case: Case, dtype: str = "float64", forced: Trace | None = None) -> Trace:
+    """`oracle64`, plain numpy; always float64."""
+    columns = {name: case.columns[name] for name in PER_REQUEST}
+    step = oracle64.Step(**columns, block_tables=case.columns["block_tables"], hidden_states=case.hidden_states)
+    return oracle64.run(
+        case.config,
+        case.tensors,
+        step,
+        case.pool,
+        num_reqs=case.num_reqs,
+        context_rows=case.context_rows,
+        page_size=case.page_size,
+        max_model_len=case.max_model_len,
+        num_speculative_tokens=case.num_speculative_tokens,
+        forced=forced,
+    )
+
+
+def engine_config(case: Case, draft: DraftConfig) -> EngineConfig:
+    """The constants of an engine that would run this case."""
+    from jax_dflash.attention.dense import padded_width
+
+    return EngineConfig(
+        draft=draft,
+        num_speculative_tokens=case.num_speculative_tokens,
+        max_num_seqs=case.num_reqs,
+        max_model_len=case.max_model_len,
+        max_num_batched_tokens=max(case.context_rows, case.num_reqs * (case.num_speculative_tokens + 1)),
+        page_size=case.page_size,
+        num_pages=case.pool.shape[2],
+        table_width=padded_width(case.columns["block_tables"].shape[1], case.page_size),
+    )
+
+
+def features(case: Case, draft: DraftConfig) -> np.ndarray:
+    """The target's hidden states at the drafter's taps, side by side, as a target's forward hands them over. Padded rows
+    are NaN: they must reach nothing."""
+    rows = np.concatenate([case.hidden_states[i] for i in draft.hidden_state_indices], axis=-1)
+    padded = np.full((case.context_rows, rows.shape[1]), np.nan, np.float32)
+    padded[: case.live_rows] = rows
+    return padded
+
+
+def _run_jax(case: Case, dtype: str, forced: Trace | None, level: int, mode: str, rerun: bool = True) -> Trace:
+    """`mode`: jit (ahead-of-time compiled with the production flags), op (op by op), default (XLA's default flags)."""
+    import jax
+    import jax.numpy as jnp
+
+    from jax_dflash import drafter, numerics
+    from jax_dflash.draft_step import DraftState, draft_step
+    from jax_dflash.taps import Taps
+
+    kind = numerics.as_dtype(dtype)
+    draft = parse_draft_config(case.config)
+    config = engine_config(case, draft)
+
+    def array(x):
+        return jnp.asarray(x if kind == jnp.float64 else np.asarray(x, np.float32), kind)
+
+    tensors = {name: array(value) for name, value in case.tensors.items()}
+    embed, head = tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight")
+    weights = drafter.pack(tensors, draft, embed, head)
+    ints = jnp.asarray(config.layout(case.num_reqs).pack(case.columns, case.live_rows))
+    forced = {name: array(value) for name, value in (forced or {}).items()}
+
+    def step(weights, pool, rows, ints, forced):
+        tap = Taps(level, forced)
+        state, tokens = draft_step(config, weights, DraftState(pool), rows, ints, num_reqs=case.num_reqs, tap=tap)
+        return {"draft_tokens": tokens, "pool": state.pool} | tap.values
+
+    args = weights, array(case.pool), array(features(case, draft)), ints, forced
+    if mode == "op":
+        with jax.disable_jit():
+            return traced(lambda: step(*args), rerun)
+    compiled = jax.jit(step).lower(*args).compile(numerics.COMPILER_OPTIONS if mode == "jit" else {})
+    return traced(lambda: compiled(*args), rerun)
+
+
+def _run_torch(
+    case: Case, dtype: str, forced: Trace | None, level: int, attention: str, device: str, rerun: bool = True
+) -> Trace:
+    import torch
+
+    from jax_dflash.taps import Taps
+    from torch_ref import drafter, numerics
+    from torch_ref.draft_step import DraftState, draft_step
+    from torch_ref.kv_cache import zero_pool
+
+    numerics.pin_numerics()
+    kind = numerics.as_dtype(dtype)
+    draft = parse_draft_config(case.config)
+    config = engine_config(case, draft)
+
+    def array(x):
+        return torch.tensor(np.asarray(x)).to(device, kind)
+
+    tensors = {name: array(value) for name, value in case.tensors.items()}
+    embed, head = tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight")
+    weights = drafter.pack(tensors, draft, embed, head)
+    rows = array(features(case, draft))
+    forced = {name: array(value) for name, value in (forced or {}).items()}
+    ints = torch.from_numpy(config.layout(case.num_reqs).pack(case.columns, case.live_rows)).to(device)
+
+    def step():
+        pool = zero_pool(case.pool.shape, kind, device)
+        pool[:] = array(case.pool)
+        tap = Taps(level, forced)
+        state, tokens = draft_step(
+            config,
+            weights,
+            DraftState(pool),
+            rows,
+            ints,
+            num_reqs=case.num_reqs,
+            table_width=config.table_width,
+            attention=attention,
+            tap=tap,
+        )
+        return {"draft_tokens": tokens, "pool": state.pool} | tap.values
+
+    with torch.inference_mode():
+        return traced(step, rerun)
+
+
+def _run_graph(case: Case, dtype: str) -> Trace:
+    """A captured CUDA graph of the step replayed once; it has no taps inside."""
+    import torch
+
+    from jax_dflash.buckets import BucketLadder
+    from torch_ref import drafter, numerics
+    from torch_ref.cuda_graphs import CudaGraphs
+    from torch_ref.draft_step import DraftState
+    from torch_ref.kv_cache import zero_pool
+
+    if not torch.cuda.is_available():
+        raise CannotRun("torch.graph needs an NVIDIA GPU; pass --sut torch.eager or another runner")
+    kind, draft = numerics.as_dtype(dtype), parse_draft_config(case.config)
+    config = engine_config(case, draft)
+    tensors = {name: torch.tensor(value).to("cuda", kind) for name, value in case.tensors.items()}
+    embed, head = tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight")
+    pool = zero_pool(case.pool.shape, kind, "cuda")
+    pool[:] = torch.tensor(case.pool).to("cuda", kind)
+    Q = case.num_speculative_tokens + 1
+    ladder = BucketLadder.without_holes(max_num_seqs=case.num_reqs, query_len=Q)
+    with torch.inference_mode():
+        weights = drafter.pack(tensors, draft, embed, head)
+        graphs = CudaGraphs(config, ladder, weights, DraftState(pool), "dense")
+        graphs.capture(progress=False)
+        descriptor = ladder.dispatch(case.num_reqs, case.num_reqs * Q, Q)
+        rows = torch.tensor(features(case, draft)[: case.live_rows]).to("cuda", kind)
+        ints = torch.from_numpy(config.layout(case.num_reqs).pack(case.columns, case.live_rows))
+        before = pool.clone()
+
+        def replay():
+            pool.copy_(before)
+            return {"draft_tokens": graphs.replay(descriptor, rows, ints).clone(), "pool": pool.clone()}
+
+        return traced(replay, True)
+
+
+class Float64Worker:
+    """JAX in float64 needs a process with x64 on: one is started at first use and serves every later call."""
+
+    def __init__(self):
+        environ = os.environ | {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
+        command, root = [sys.executable, "-m", "parity_tests.harness.worker"], Path(__file__).parents[2]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(command, **pipes, text=True, env=environ, cwd=root)
+        self.plant: str | None = None  # a bug to plant in that process, as `mutations.planted` does in this one
+        self.folder = tempfile.TemporaryDirectory()
+
+    def run(self, case: Case, forced: Trace | None = None) -> Trace:
+        """A trace of the JAX package in float64. Raises CannotRun with the worker's own last line."""
+        folder = Path(self.folder.name)
+        cases.save(case, folder / "case.safetensors")
+        if forced is not None:
+            save_file(
+                {name: np.ascontiguousarray(value) for name, value in forced.items()}, folder / "forced.safetensors"
+            )
+        request = {"folder": str(folder), "forced": forced is not None, "plant": self.plant}
+        assert self.process.stdin and self.process.stdout
+        try:
+            self.process.stdin.write(json.dumps(request) + "\n")
+            self.process.stdin.flush()
+            answer = json.loads(self.process.stdout.readline() or '{"error": "it ended"}')
+        except BrokenPipeError:
+            answer = {"error": "it ended"}
+        if "error" in answer:
+            raise CannotRun(f"JAX in float64 failed in its own process: {answer['error']}")
+        return load_file(folder / "trace.safetensors")
+
+    def close(self) -> None:
+        if self.process.stdin:
+            self.process.stdin.close()
+        self.process.wait(timeout=30)
+        if self.process.stdout:
+            self.process.stdout.close()
+        self.folder.cleanup()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+@cache
+def float64_worker() -> Float64Worker:
+    """The process-wide worker."""
+    import atexit
+
+    worker = Float64Worker()
+    atexit.register(worker.close)
+    return worker
+
+
+RUNNERS = ("jax", "jax.op", "jax.default", "torch.eager", "torch.sdpa", "torch.graph")
+
+
+def runner(name: str, device: str = "cpu") -> Runner:
+    """`run(case, dtype, forced=None, level=2) -> Trace` of an implementation. Raises CannotRun."""
+    if name not in RUNNERS:
+        raise CannotRun(f"runner {name!r} is unknown; pass one of {', '.join(RUNNERS)}")
+    package, _, mode = name.partition(".")
+
+    def run(case: Case, dtype: str, forced: Trace | None = None, level: int = 2, rerun: bool = True) -> Trace:
+        try:
+            if name == "torch.graph":
+                if forced is not None:
+                    raise CannotRun("a CUDA graph has no taps to force; compare torch.eager instead")
+                return _run_graph(case, dtype)
+            if package == "torch":
+                attention = "sdpa" if mode == "sdpa" else "dense"
+                return _run_torch(case, dtype, forced, level, attention, {"cpu": "cpu", "gpu": "cuda"}[device], rerun)
+            if dtype == "float64":
+                return float64_worker().run(case, forced)
+            return _run_jax(case, dtype, forced, level, mode or "jit", rerun)
+        except ImportError as error:
+            raise CannotRun(f"{name} cannot run here: {error}") from None
+
+    return run
+
+
+def float64_run(case: Case, name: str, worker: Float64Worker | None = None, forced: Trace | None = None) -> Trace:
+    """The same code in float64 on the CPU."""
+    if name.startswith("torch"):
+        return _run_torch(case, "float64", forced, 2, "dense", "cpu")
+    return (worker or float64_worker()).run(case, forced)

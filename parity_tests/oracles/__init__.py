@@ -1,0 +1,1 @@
+"""Public DFlash implementations, run in an environment of their own, against ours."""
