@@ -176,3 +176,21 @@ def bands(
             same = [result[t.name] for t in floats if t.name.rpartition(".")[2] == tap.name.rpartition(".")[2]]
             result[tap.name] = tuple(Band(min(b[i].low for b in same), max(b[i].high for b in same)) for i in (0, 1))
     return result
+
+
+def of_case(case: Case, run: Runner, dtype: str) -> dict[str, tuple[Band, Band]]:
+    """`bands` of a case from the start."""
+    from jax_dflash.taps import live_part
+    from parity_tests.harness import runners
+
+    reference, exact = run(case, dtype), runners.oracle(case)
+    local_exact = runners.oracle(case, forced=forcible(case, reference))
+    return bands(
+        case,
+        run,
+        dtype,
+        reference,
+        local_exact,
+        exact,
+        lambda tap, x: live_part(tap, x, case.live_reqs, case.live_rows),
+    )

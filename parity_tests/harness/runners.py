@@ -1,8 +1,9 @@
 """One draft step of a case by each implementation, as a trace: tap name -> numpy array, floats in float64, which holds
 float32 and bfloat16 exactly.
 
-Every runner has the same signature, `run(case, dtype, forced=None, level=2, rerun=True) -> Trace`. With `forced` each tap is computed from the
-given values of the taps before it (teacher forcing) instead of its own.
+Every runner has the same signature, `run(case, dtype, forced=None, level=2, rerun=True) -> Trace`. With `forced` each tap
+is computed from the given values of the taps before it (teacher forcing) instead of its own; with `rerun` a second run must
+give the same bits.
 """
 
 import json
@@ -110,7 +111,8 @@ def features(case: Case, draft: DraftConfig) -> np.ndarray:
 
 
 def _run_jax(case: Case, dtype: str, forced: Trace | None, level: int, mode: str, rerun: bool = True) -> Trace:
-    """`mode`: jit (ahead-of-time compiled with the production flags), op (op by op), default (XLA's default flags)."""
+    """`mode`: jit (ahead-of-time compiled with the production flags), jitted (the same by `jax.jit`), op (op by op),
+    default (ahead of time with XLA's default flags)."""
     import jax
     import jax.numpy as jnp
 
@@ -140,6 +142,9 @@ def _run_jax(case: Case, dtype: str, forced: Trace | None, level: int, mode: str
     if mode == "op":
         with jax.disable_jit():
             return traced(lambda: step(*args), rerun)
+    if mode == "jitted":
+        jitted = jax.jit(step, compiler_options=numerics.COMPILER_OPTIONS)
+        return traced(lambda: jitted(*args), rerun)
     compiled = jax.jit(step).lower(*args).compile(numerics.COMPILER_OPTIONS if mode == "jit" else {})
     return traced(lambda: compiled(*args), rerun)
 
@@ -282,7 +287,7 @@ def float64_worker() -> Float64Worker:
     return worker
 
 
-RUNNERS = ("jax", "jax.op", "jax.default", "torch.eager", "torch.sdpa", "torch.graph")
+RUNNERS = ("jax", "jax.jitted", "jax.op", "jax.default", "torch.eager", "torch.sdpa", "torch.graph")
 
 
 def runner(name: str, device: str = "cpu") -> Runner:
