@@ -110,9 +110,17 @@ def features(case: Case, draft: DraftConfig) -> np.ndarray:
     return padded
 
 
-def _run_jax(case: Case, dtype: str, forced: Trace | None, level: int, mode: str, rerun: bool = True) -> Trace:
+def _run_jax(
+    case: Case,
+    dtype: str,
+    forced: Trace | None,
+    level: int,
+    mode: str,
+    rerun: bool = True,
+    compiled: dict | None = None,
+) -> Trace:
     """`mode`: jit (ahead-of-time compiled with the production flags), jitted (the same by `jax.jit`), op (op by op),
-    default (ahead of time with XLA's default flags)."""
+    default (ahead of time with XLA's default flags). Programs are kept in `compiled` for cases of the same sizes."""
     import jax
     import jax.numpy as jnp
 
@@ -145,8 +153,11 @@ def _run_jax(case: Case, dtype: str, forced: Trace | None, level: int, mode: str
     if mode == "jitted":
         jitted = jax.jit(step, compiler_options=numerics.COMPILER_OPTIONS)
         return traced(lambda: jitted(*args), rerun)
-    compiled = jax.jit(step).lower(*args).compile(numerics.COMPILER_OPTIONS if mode == "jit" else {})
-    return traced(lambda: compiled(*args), rerun)
+    compiled = {} if compiled is None else compiled
+    key = json.dumps([case.config, [getattr(case, name) for name in cases.SIZES], dtype, level, sorted(forced)])
+    if key not in compiled:
+        compiled[key] = jax.jit(step).lower(*args).compile(numerics.COMPILER_OPTIONS if mode == "jit" else {})
+    return traced(lambda: compiled[key](*args), rerun)
 
 
 def _run_torch(
@@ -295,6 +306,7 @@ def runner(name: str, device: str = "cpu") -> Runner:
     if name not in RUNNERS:
         raise CannotRun(f"runner {name!r} is unknown; pass one of {', '.join(RUNNERS)}")
     package, _, mode = name.partition(".")
+    compiled: dict[str, Any] = {}  # of this runner only: another one may see a package with a bug planted in it
 
     def run(case: Case, dtype: str, forced: Trace | None = None, level: int = 2, rerun: bool = True) -> Trace:
         try:
@@ -307,7 +319,7 @@ def runner(name: str, device: str = "cpu") -> Runner:
                 return _run_torch(case, dtype, forced, level, attention, {"cpu": "cpu", "gpu": "cuda"}[device], rerun)
             if dtype == "float64":
                 return float64_worker().run(case, forced)
-            return _run_jax(case, dtype, forced, level, mode or "jit", rerun)
+            return _run_jax(case, dtype, forced, level, mode or "jit", rerun, compiled)
         except ImportError as error:
             raise CannotRun(f"{name} cannot run here: {error}") from None
 
