@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
+from jax_dflash.cli import run_app
 from jax_dflash.config import InputError
 from parity_tests.harness.case import Case, CaseError
 
@@ -81,8 +82,8 @@ def finish(document: dict[str, Any], code: int) -> None:
     raise typer.Exit(code)
 
 
-def report_result(result, rows: list[dict], as_json: bool, results: Path | None) -> None:
-    """Print a comparison for people and append it for machines."""
+def report_result(result, rows: list[dict], as_json: bool, results: Path | None, full: bool = True) -> None:
+    """Print a comparison for people, whole or in one line, and append it for machines."""
     if results is not None:
         with results.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)
@@ -91,7 +92,15 @@ def report_result(result, rows: list[dict], as_json: bool, results: Path | None)
 
         from parity_tests.harness import report
 
-        report.terminal(rows, Console(stderr=True))
+        console = Console(stderr=True)
+        if full:
+            report.terminal(rows, console)
+        else:
+            fp64 = max(row.get("fp64") or 0.0 for row in result.rows)
+            rho = max(row.get("rho_local") or 0.0 for row in result.rows)
+            tokens = "{equal} of {compared} drafts equal, {undecidable} undecidable".format(**result.tokens)
+            taps = f"{len(rows) - 1} taps, float64 {fp64:.0e}, largest local rho {rho:.2f}"
+            console.print(f"{result.case.name}: {result.verdict}; {taps}; {tokens}", highlight=False, soft_wrap=True)
 
 
 def replay_line(path: Path, plant: str | None) -> str:
@@ -123,7 +132,7 @@ def tier_summary(results: list) -> dict[str, str]:
     return {tier: "fail" if bad else "pass" for tier, bad in failed.items()}
 
 
-def identities(sut_framework: str, cases: list[Case], device: str, advance) -> dict[str, list[str]]:
+def identities(cases: list[Case], device: str, advance) -> dict[str, list[str]]:
     """Tiers 0, 1b, 5 and 6 as lines of faults."""
     from parity_tests.harness import standard, tiers
 
@@ -165,6 +174,7 @@ def run(
     """All tiers: do the two implementations compute the same function, and round alike?"""
     prepare(device, dtype)
     from parity_tests.harness import case as case_files
+    from parity_tests.harness import mutate as job
     from parity_tests.harness import results as kept
     from parity_tests.harness import standard
 
@@ -177,20 +187,24 @@ def run(
     with ExitStack() as stack:
         planted(stack, plant, sut)
         bar = stack.enter_context(progress())
-        task = bar.add_task("", total=len(chosen) + (0 if plant else 8))
+        task = bar.add_task("", total=len(chosen) + (0 if plant else 8 + job.steps(["torch"])))
 
         def advance(what: str) -> None:
             bar.update(task, description=what[:40].ljust(40))
             bar.advance(task)
 
         found = judge_cases(chosen, ref, sut, dtype, device, level, advance)
-        faults = {} if plant else identities(sut, chosen, device, advance)
+        faults = {} if plant else identities(chosen, device, advance)
+        if not plant:
+            missed = job.document(job.mutate(["torch"], None, advance))["missed"]
+            faults["7"] = [f"planted bug missed, or found where there is none: {name}" for name in missed]
     tiers = tier_summary(found) | {tier: "fail" if lines else "pass" for tier, lines in faults.items()}
     tiers = dict(sorted(tiers.items()))
     for result in found:
         path = None if result.ok else kept.keep(result, save)
         line = replay_line(path, plant) if path else None
-        report_result(result, kept.rows(result, device=device, tiers=tiers, replay=line), as_json, results)
+        rows = kept.rows(result, device=device, tiers=tiers, replay=line)
+        report_result(result, rows, as_json, results, full=len(found) == 1 or not result.ok)
     for lines in faults.values():
         for line in lines:
             print(f"FAULT: {line}", file=sys.stderr)
@@ -415,7 +429,7 @@ def mutate(
             raise InputError(f"--only {name}: no such bug; pass one of {', '.join(MUTATIONS)}")
     frameworks = ("jax", "torch") if sut == "both" else (sut,)
     with progress() as bar:
-        task = bar.add_task("", total=len(frameworks) * (len(only or MUTATIONS) + job.NUM_CONTROLS))
+        task = bar.add_task("", total=job.steps(frameworks, only))
 
         def advance(what: str) -> None:
             bar.update(task, description=what[:40].ljust(40))
@@ -461,7 +475,7 @@ def main() -> None:
     """Run a verb; what cannot be used or run ends in one line."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
-        app()
+        sys.exit(run_app(app))
     except (InputError, CaseError, ValueError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(BAD_INPUT)

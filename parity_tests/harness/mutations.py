@@ -147,16 +147,15 @@ def attention_queries(m: Modules, change: Callable, back: Callable = lambda o: o
 
 
 def attention_scores(m: Modules, weigh: Callable) -> Patch:
-    """Attention in one go, with `weigh(scores, visible, store) -> weights [B, K, R, S]` in the softmax's place, before they
-    are divided by their sum; rows are R = G T. The right `weigh` makes a negative control: the same function, and the same
+    """Attention in one go, with `weigh(scores, visible, store) -> (weights [B, K, R, S], divisor [B, K, R])` in the
+    softmax's place; rows are R = G T. The right `weigh` makes a negative control: the same function, and the same
     roundings, in another order."""
     xp, store, accum = m.xp, m.numerics.store, m.numerics.to_accum
 
     def kernel(q, k, v, visible):
         scores = accum(q) @ xp.swapaxes(accum(k), -1, -2) * q.shape[-1] ** -0.5
-        weights = weigh(scores, visible, lambda x: accum(store(x, q.dtype)))
-        total = weights.sum(-1)[..., None]
-        return store(accum(store(weights, q.dtype)) @ accum(v) / total, q.dtype)
+        weights, divisor = weigh(scores, visible, lambda x: accum(store(x, q.dtype)))
+        return store(accum(store(weights, q.dtype)) @ accum(v) / divisor[..., None], q.dtype)
 
     if m.framework == "torch":
         return [(m.dense, "KERNELS", m.dense.KERNELS | {"dense": kernel})]
@@ -175,10 +174,12 @@ def attention_scores(m: Modules, weigh: Callable) -> Patch:
 
 
 def softmax(xp, scores, visible):
-    """Softmax weights times their sum, the largest 1. A row without keys has none."""
+    """Weights, the largest 1, and their sum. A row without keys has none."""
     scores = xp.where(visible, scores, -xp.inf)
     largest = xp.amax(scores, -1)[..., None]
-    return xp.exp(scores - xp.where(largest == -xp.inf, 0, largest))
+    weights = xp.exp(scores - xp.where(largest == -xp.inf, 0, largest))
+    total = weights.sum(-1)
+    return weights, xp.where(total == 0, 1, total)
 
 
 def bf16(xp, x):
@@ -218,9 +219,8 @@ def weights_divided_first(m):
     """The largest weight is then no longer 1, which every dtype holds."""
 
     def weigh(scores, visible, store):
-        weights = softmax(m.xp, scores, visible)
-        total = weights.sum(-1)[..., None]
-        return weights / m.xp.where(total == 0, 1, total)
+        weights, total = softmax(m.xp, scores, visible)
+        return weights / total[..., None], m.xp.ones_like(total)
 
     return attention_scores(m, weigh)
 
@@ -229,8 +229,7 @@ def weights_divided_first(m):
 def padding_key(m):
     def weigh(scores, visible, store):
         weights = m.xp.exp(m.xp.where(visible, scores, -m.xp.inf))
-        total = weights.sum(-1)[..., None]
-        return weights * (total / (total + 1))
+        return weights, weights.sum(-1) + 1
 
     return attention_scores(m, weigh)
 

@@ -54,14 +54,16 @@ def compare(
     level: int = 2,
     worker: Float64Worker | None = None,
     stop_early: bool = False,
+    trust_ref: bool = False,
 ) -> Result:
     """Judge `sut` against `ref`: semantics in float64, then local and end-to-end error ratios in `dtype`, tokens, and
-    whether taps change the program. With `stop_early` a wrong function is not measured further. Raises CannotRun."""
+    whether taps change the program. With `stop_early` a wrong function is not measured further; with `trust_ref` the
+    reference's own semantics are taken as judged before. Raises CannotRun."""
     table = [tap for tap in tap_table(case.num_layers) if tap.level <= level or tap.kind == "pool"]
     rows = {tap.name: _row(case, tap) for tap in table}
     result = Result(case, ref, sut, dtype, list(rows.values()))
     try:
-        _semantics(result, table, rows, worker)
+        _semantics(result, table, rows, worker, (sut,) if trust_ref else (ref, sut))
         if dtype != "float64" and not (stop_early and not result.ok):
             _rounding(result, table, rows, device, level)
     except NotDeterministic as error:
@@ -99,12 +101,14 @@ def _fail(result: Result, row: dict[str, Any], verdict: str, side: str, attribut
         result.attribution = attribution
 
 
-def _semantics(result: Result, table: list[Tap], rows: dict[str, dict], worker: Float64Worker | None) -> None:
-    """Tier 1: both sides' own code in float64 against the oracle, each tap in order."""
+def _semantics(
+    result: Result, table: list[Tap], rows: dict[str, dict], worker: Float64Worker | None, sides: tuple[str, ...]
+) -> None:
+    """Tier 1: each side's own code in float64 against the oracle, each tap in order."""
     case = result.case
     exact = runners.oracle(case)
     result.traces["oracle"] = exact
-    for side in dict.fromkeys((result.ref, result.sut)):
+    for side in dict.fromkeys(sides):
         trace = runners.float64_run(case, side, worker)
         if trace.keys() != exact.keys():
             return _other_taps(result, side, trace, exact)
@@ -182,17 +186,19 @@ def _kind(row: dict[str, Any]) -> str:
     return WRONG if row["verdict"] == WRONG else ROUNDING
 
 
+def contract_band(tap: Tap, size: int) -> tuple[float, float]:
+    """How many roundings an error of `size` elements may look like: the contract's, within CONTRACT_BAND of the RMS error
+    and the scatter of so many elements (half of what `null.SCATTER` says of a ratio of two)."""
+    scatter = float(np.exp(2 * null.SCATTER / np.sqrt(2 * size)))
+    low, high = CONTRACT_BAND
+    return low**2 * (tap.roundings - tap.faint) / scatter, max(high**2 * tap.roundings * scatter, NO_ROUNDING)
+
+
 def _in_contract(tap: Tap, row: dict[str, Any], dtype: str) -> bool:
     """Whether the error is that of the contract's roundings. float32 sums err as much as its roundings do, so there the
     contract says nothing."""
-    if dtype != "bfloat16":
-        return True
-    if tap.roundings == 0:
-        return row["roundings"] <= NO_ROUNDING
-    if np.prod(row["shape"]) < null.FEW:
-        return True  # too few elements to count by
-    low, high = CONTRACT_BAND
-    return low**2 * (tap.roundings - tap.faint) <= row["roundings"] <= high**2 * tap.roundings
+    low, high = contract_band(tap, int(np.prod(row["shape"])))
+    return dtype != "bfloat16" or low <= row["roundings"] <= high
 
 
 def _tokens(result: Result, reference: Trace, free: Trace, exact: Trace) -> None:
