@@ -53,7 +53,7 @@ def test_a_missing_tap_is_a_failure(framework, monkeypatch):
     right = m.drafter.precompute_context_kv
     monkeypatch.setattr(m.drafter, "precompute_context_kv", lambda w, c, x, p, tap: right(w, c, x, p))
     sut = {"jax": "jax.jitted", "torch": "torch.eager"}[framework]
-    monkeypatch.setattr(runners, "float64_run", lambda case, name, worker=None: runners.runner(name)(case, "float32"))
+    monkeypatch.setattr(runners, "float64_run", lambda case, name: runners.runner(name)(case, "float32"))
     result = verdict.compare(cases.mixed(), "torch.eager" if framework == "jax" else "jax.jitted", sut, "float64")
     assert (result.verdict, result.first_divergence) == (verdict.WRONG, "context_k")
     assert result.attribution.lines == [f"{sut} lacks the tap context_k"]

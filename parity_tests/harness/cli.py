@@ -392,9 +392,9 @@ def null_verb(
 
     case = case_files.load(file)
     prepare(device, dtype)
-    from parity_tests.harness import null, runners
+    from parity_tests.harness import null
 
-    found = null.of_case(case, runners.runner(ref, device), dtype)
+    found = null.Reference(case, ref, dtype, device).bands
     if not as_json:
         from rich.console import Console
         from rich.table import Table

@@ -7,8 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from jax_dflash.taps import live_part, tap_table
-from parity_tests.harness import metrics, mutations, null, runners, standard, verdict
+from parity_tests.harness import mutations, null, runners, standard, verdict
 from parity_tests.harness.mutations import MUTATIONS, Modules, reordered_attention
 from parity_tests.harness.verdict import Result
 
@@ -48,15 +47,16 @@ def mutate(frameworks: Sequence[str], only: Sequence[str] | None, advance: Calla
     case, found = standard.mixed(), []
     for framework in frameworks:
         sut = {"jax": "jax", "torch": "torch.eager"}[framework]
+        reference = null.Reference(case, OTHER[framework], "bfloat16")
         for name in only or MUTATIONS:
             m = MUTATIONS[name]
             advance(f"{framework}: {name}")
             with planted_everywhere(name, framework):
-                result = verdict.compare(case, OTHER[framework], sut, stop_early=True, trust_ref=True)
+                result = verdict.compare(case, OTHER[framework], sut, stop_early=True, reference=reference)
             found.append(_finding(name, m.bug, framework, (m.verdict, m.tap), result))
         advance(f"{framework}: control, attention in one go")
         with _patched(reordered_attention(Modules.of(framework))):
-            result = verdict.compare(case, OTHER[framework], sut)
+            result = verdict.compare(case, OTHER[framework], sut, reference=reference)
         found.append(_finding("reordered-attention", "none: attention in one go", framework, None, result))
         advance(f"{framework}: control, exact symmetries")
         found += _symmetries(case, framework, sut)
@@ -97,28 +97,12 @@ def _finding(name: str, bug: str, framework: str, expected, result: Result) -> F
 
 
 def _symmetries(case, framework: str, sut: str) -> list[Finding]:
-    """The implementation under symmetries of its own, judged by the reference's bands: each must pass at every tap."""
-    if framework == "jax":
-        return []  # every changed case is a compilation of seconds; PyTorch's say the same of the bands
-    reference = runners.runner("torch.eager")(case, "bfloat16")
-    exact = runners.oracle(case)
-    local_exact = runners.oracle(case, forced=runners.forcible(case, reference))
-
-    def live(tap, x):
-        return live_part(tap, x, case.live_reqs, case.live_rows)
-
-    bands = null.bands(case, runners.runner("torch.eager"), "bfloat16", reference, local_exact, exact, live)
-    found = []
+    """The implementation under symmetries of its own, judged by bands of others: each must pass at every tap."""
+    reference, found = null.Reference(case, sut, "bfloat16"), []
     for seed in CONTROL_SEEDS:
-        local, _ = null.Symmetry(case, seed).runs(case, runners.runner(sut), "bfloat16", reference)
-        outside = [
-            tap.name
-            for tap in tap_table(case.num_layers)
-            if tap.kind == "float"
-            and not bands[tap.name][0].holds(
-                metrics.error_ratio(*(live(tap, t[tap.name]) for t in (local, reference, local_exact)))
-            )
-        ]
+        local, _ = null.Symmetry(case, seed).runs(case, reference.run, "bfloat16", reference.forced)
+        ratios = {tap.name: reference.ratio(tap, local, reference.local_exact) for tap in reference.floats}
+        outside = [name for name, rho in ratios.items() if not reference.bands[name][0].holds(rho)]
         said, first = (verdict.ROUNDING, outside[0]) if outside else (verdict.OK, None)
         found.append(Finding(f"symmetry-{seed}", "none: an exact symmetry", framework, None, said, first, "2", []))
     return found

@@ -118,7 +118,8 @@ def _limits(key: str, taps: list[Row]) -> tuple[float, float]:
     seen += [
         edge for t in taps for w in ("local", "e2e") for edge in report.band_of(t, w) or [] if "rho_local" in names
     ]
-    seen = [x for x in map(report.number, seen) if x and 0 < x < math.inf]
+    floor = 0.02 if key == "roundings" else 0  # an arrow says "none": how far below one rounding is no news
+    seen = [x for x in map(report.number, seen) if x and floor < x < math.inf]
     low, high = {"fp64": (1e-16, FP64_LIMIT), "roundings": (1, 8)}.get(key, (0.5, 2))
     margin = 10 if key == "fp64" else 1.25
     return min([low, *seen]) / margin, max([high, *seen]) * margin

@@ -21,7 +21,6 @@ from safetensors.numpy import load_file, save_file
 
 from jax_dflash.batch import EngineConfig
 from jax_dflash.config import DraftConfig, parse_draft_config
-from jax_dflash.taps import tap_table
 from parity_tests.harness import case as cases
 from parity_tests.harness import oracle64
 from parity_tests.harness.case import PER_REQUEST, Case
@@ -59,12 +58,6 @@ def traced(call: Callable[[], Mapping[str, Any]], rerun: bool) -> Trace:
         if not np.array_equal(value, second[name], equal_nan=True):
             raise NotDeterministic(name)
     return first
-
-
-def forcible(case: Case, trace: Trace) -> Trace:
-    """The taps of a trace that can be put in the place of others: floats, from the first computed one on."""
-    names = [tap.name for tap in tap_table(case.num_layers) if tap.kind == "float" and tap.name != "features"]
-    return {name: trace[name] for name in names}
 
 
 def oracle(case: Case, dtype: str = "float64", forced: Trace | None = None) -> Trace:
@@ -326,8 +319,8 @@ def runner(name: str, device: str = "cpu") -> Runner:
     return run
 
 
-def float64_run(case: Case, name: str, worker: Float64Worker | None = None, forced: Trace | None = None) -> Trace:
+def float64_run(case: Case, name: str) -> Trace:
     """The same code in float64 on the CPU."""
     if name.startswith("torch"):
-        return _run_torch(case, "float64", forced, 2, "dense", "cpu")
-    return (worker or float64_worker()).run(case, forced)
+        return _run_torch(case, "float64", None, 2, "dense", "cpu")
+    return float64_worker().run(case)

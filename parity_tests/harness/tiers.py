@@ -56,7 +56,8 @@ def exact_case() -> tuple[Case, Trace]:
     pool = np.where(np.isnan(case.pool), case.pool, rng.integers(-3, 4, case.pool.shape)).astype(np.float32)
     states = rng.integers(-2, 3, case.hidden_states.shape).astype(np.float32)
     case = replace(case, tensors=tensors, pool=pool, hidden_states=states)
-    shapes = {name: value.shape for name, value in runners.forcible(case, runners.oracle(case)).items()}
+    floats = {tap.name for tap in tap_table(case.num_layers) if tap.kind == "float"} - {"features"}
+    shapes = {name: value.shape for name, value in runners.oracle(case).items() if name in floats}
     forced = {name: rng.integers(-2, 3, shape).astype(np.float64) for name, shape in shapes.items()}
     forced |= {name: np.zeros(shape) for name, shape in shapes.items() if name.rpartition(".")[2] == "q"}
     return case, forced
