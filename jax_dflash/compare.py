@@ -159,10 +159,8 @@ def check_job(job: CompareJob) -> None:
     """Refuse what cannot run before anything is loaded. Raises InputError."""
     draft, target = load_draft_config(job.checkpoint), load_target_config(job.target)
     check_pair(draft, target)
-    if (size := excerpts.tokenizer(job.target).get_vocab_size()) > target.geometry.vocab_size:
-        raise InputError(
-            f"{job.target}: a tokenizer of {size} does not fit a vocabulary of {target.geometry.vocab_size}"
-        )
+    if (size := excerpts.tokenizer(job.target).get_vocab_size()) > target.vocab_size:
+        raise InputError(f"{job.target}: a tokenizer of {size} does not fit a vocabulary of {target.vocab_size}")
     K = job.num_speculative_tokens or draft.max_speculative_tokens
     needed = max(PROMPT_LENGTHS) + job.max_new_tokens + 2 * (K + 1)
     if needed > job.max_model_len:
