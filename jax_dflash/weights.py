@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 from safetensors.flax import save_file
 
@@ -30,11 +32,14 @@ def load_draft_tensors(directory: str | Path, config: DraftConfig, dtype: jnp.dt
 
 
 def _read(sources: dict[str, Source], dtype: jnp.dtype | None) -> dict[str, Array]:
-    """Each tensor waited for, so that no more than one is held twice."""
-    return read_tensors(
-        sources,
-        lambda raw, kind, shape: jnp.asarray(raw.view(kind).reshape(shape), dtype).block_until_ready(),
-    )
+    """Each tensor waited for, so that no more than one is held twice. On a CPU `device_put` takes the bytes as they lie
+    (`jnp.asarray` holds three copies of them for a while)."""
+
+    def convert(raw: np.ndarray, kind: str, shape: tuple[int, ...]) -> Array:
+        value = jax.device_put(raw.view(kind).reshape(shape))
+        return (value if dtype is None else value.astype(dtype)).block_until_ready()
+
+    return read_tensors(sources, convert)
 
 
 def save_tensors(directory: str | Path, values: dict[str, Array]) -> None:
