@@ -86,7 +86,7 @@ def check_inside(file: Path) -> None:
     """Refuse a link out of its folder, other than into the blobs of a Hugging Face cache. Raises InputError."""
     try:
         folder, real = file.parent.resolve(), file.resolve()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise InputError(f"{file}: a link that leads nowhere ({error})") from None
     cached = folder.parent.name == "snapshots" and real.parent == folder.parent.parent / "blobs"
     if real.parent != folder and not cached:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jax_dflash.keys import InputError, check_inside, read_json
+from jax_dflash.keys import InputError, check_inside, read_json, show
 
 # safetensors' name of a dtype: everybody else's, and its bytes
 FLOAT_KINDS = {"BF16": ("bfloat16", 2), "F16": ("float16", 2), "F32": ("float32", 4), "F64": ("float64", 8)}
@@ -66,8 +66,8 @@ def checkpoint_files(directory: str | Path) -> list[Path]:
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise InputError(f"{index}: no weight_map; expected tensor names and their files")
-        if bad := [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]:
-            raise InputError(f"{index}: weight_map names {bad[0]!r}; expected files of the same folder")
+        if bad := [name for name in weight_map.values() if not _is_file_name(name)]:
+            raise InputError(f"{index}: weight_map names {show(bad[0])}; expected files of the same folder")
         files = [directory / name for name in sorted(set(weight_map.values()))]
     else:
         files = [directory / "model.safetensors"]
@@ -78,6 +78,10 @@ def checkpoint_files(directory: str | Path) -> list[Path]:
             hint = f"; {pickled[0]} is a pickle, which is never opened: convert it" if pickled else ""
             raise InputError(f"{file}: no such file; a checkpoint is config.json and model.safetensors{hint}")
     return files
+
+
+def _is_file_name(name: Any) -> bool:
+    return isinstance(name, str) and Path(name).name == name != ".." and name.isprintable() and 0 < len(name) < 200
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict:
