@@ -122,9 +122,10 @@ class FormKeys(Keys):
 def refusal(keys: Keys) -> str | None:
     """Why this drafter is not opened, whatever its other keys say, or None. Names the key."""
     _, names = keys.find("architectures")
-    if names is not None and not (isinstance(names, list) and any(name in ARCHITECTURES for name in names)):
-        second = isinstance(names, list) and "DFlash2DraftModel" in names
-        return f"key 'architectures' is {show(names)}: {DFLASH2 if second else f'expected {ARCHITECTURES[0]}'}"
+    if isinstance(names, list) and "DFlash2DraftModel" in names:
+        return f"key 'architectures' is {show(names)}: {DFLASH2}"
+    if names not in (None, []) and not (isinstance(names, list) and any(name in ARCHITECTURES for name in names)):
+        return f"key 'architectures' is {show(names)}; expected {ARCHITECTURES[0]}"
     for path in ("speculators_model_type", "speculators_config.algorithm"):
         if keys.find(path)[1] not in (None, "dflash"):
             return f"key {path!r} is {show(keys.find(path)[1])}, expected 'dflash'"
@@ -169,12 +170,12 @@ def hidden_state_indices(keys: FormKeys) -> tuple[int, ...]:
 def block_size(keys: Keys) -> int:
     """Rows of a block, the anchor's included. Places that disagree are an error."""
     paths = ("block_size", "dflash_config.block_size", f"{NESTED}.block_size")
-    value = keys.get(paths, int)
+    value, (first, _) = keys.get(paths, int), keys.find(*paths)
     for path in paths:
-        if keys.get(path, int, value) != value:
-            raise keys.error(f"key {path!r} is {keys.get(path, int)}, key 'block_size' is {value}; they must agree")
+        if (other := keys.get(path, int, value)) != value:
+            raise keys.error(f"key {path!r} is {other}, key {first!r} is {value}; they must agree")
     if value < 2:
-        raise keys.error(f"key {keys.find(*paths)[0]!r} is {value}; a block is an anchor and at least one draft")
+        raise keys.error(f"key {first!r} is {value}; a block is an anchor and at least one draft")
     return value
 
 

@@ -148,7 +148,7 @@ class Source:
         raw = room[first : first + self.num_bytes]
         with self.stored.file.open("rb") as handle:
             handle.seek(start)
-            if handle.readinto(memoryview(raw)) < self.num_bytes:
+            if handle.readinto(raw.data) < self.num_bytes:
                 raise InputError(f"{self.stored.file}: the file has become shorter while it was read")
         return raw
 

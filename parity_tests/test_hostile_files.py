@@ -52,6 +52,7 @@ def edit(name: str, **changes):
     return change
 
 
+TEN_GIB = {"dtype": "BF16", "shape": [5 * 2**30], "data_offsets": [0, 10 * 2**30]}
 UNREADABLE = "model.safetensors: not a readable safetensors file"
 
 
@@ -76,6 +77,7 @@ UNREADABLE = "model.safetensors: not a readable safetensors file"
         lambda file: with_header(file, edit("norm.weight", shape=[2**62, 2**62])),
         lambda file: with_header(file, edit("norm.weight", shape=[-16])),
         lambda file: with_header(file, edit("fc.weight", shape=[10 * 2**30 // 2])),
+        lambda file: with_header(file, lambda header: {"fc.weight": TEN_GIB}),
         lambda file: file.write_bytes(json.dumps({"fc.weight": [1.0]}).encode()),
     ],
 )

@@ -232,7 +232,7 @@ def test_floor_of_a_step(name, gigabytes, microseconds):
 
 
 def test_bytes_and_flops_of_a_small_step():
-    """Each term of the formulas, by hand: L=3, D=16, 4 and 2 heads of 8, F=24, 2 taps, V=40, n=2, K=3, 5 tokens, bfloat16."""
+    """Each term of the formulas, by hand: L=3, D=16, 4 and 2 heads of 8, F=24, 2 taps, V=40, n=2, K=3, 5 tokens."""
     operations = roofline.draft_step(parse_draft_config(zlab()), num_reqs=2, num_speculative_tokens=3, length=5)
     found = {operation.name: (operation.num_bytes, operation.flops) for operation in operations}
     assert found == {
