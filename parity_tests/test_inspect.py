@@ -9,9 +9,11 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from jax_dflash import cli, roofline
 from jax_dflash.config import parse_draft_config
+from jax_dflash.stored import read_header
 from parity_tests.forms import CONFIGS, REFUSED, muse, shrunk, speculators, tensors, write, zlab
 from parity_tests.test_cli import run
 
@@ -114,6 +116,17 @@ def test_a_target_of_another_width(monkeypatch, capsys):
     assert code == 2 and "target features of width 2560" in document["refused"] and document["hidden_size"] == 2560
 
 
+def test_a_target_completes_the_floors(monkeypatch, capsys, tmp_path):
+    """A floor without an LM head although the target says how big it is."""
+    folder = write(tmp_path / "drafter", muse(), None)
+    target = write(tmp_path / "target", zlab(num_hidden_layers=5, layer_types=None), None)
+    rows = [
+        inspect(monkeypatch, capsys, folder, *options)[1]["floor_of"]["lm_head_rows"]
+        for options in ([], ["--target", target])
+    ]
+    assert rows == [None, 40]
+
+
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != REFUSED])
 def test_published_forms_with_weights(name, monkeypatch, capsys, tmp_path):
     """A form whose tensors only the loaders understand."""
@@ -140,6 +153,18 @@ def test_values_that_are_not_finite(kind, value, monkeypatch, capsys, tmp_path):
     code, document, _ = inspect(monkeypatch, capsys, write(tmp_path / "drafter", zlab(), values))
     assert (code, document["weights"]["not_finite"]) == (2, ["layers.2.mlp.down_proj.weight"])
     assert "1 tensor(s) hold values that are not finite: layers.2.mlp.down_proj.weight" in document["refused"]
+
+
+def test_pieces_of_a_tensor(tmp_path):
+    """A last piece, or the values at a border, that no check reads."""
+    for at in (0, 7, 8, 31, 32, 34):
+        values = np.zeros(35, np.float32)
+        values[at] = np.nan
+        save_file({"x": values}, tmp_path / "x.safetensors")
+        (stored,) = read_header(tmp_path / "x.safetensors")
+        assert not stored.all_finite(piece=32)
+        save_file({"x": np.zeros(35, np.float32), "y": values}, tmp_path / "x.safetensors")
+        assert [tensor.all_finite(piece=32) for tensor in read_header(tmp_path / "x.safetensors")] == [True, False]
 
 
 def test_every_fault_is_listed(monkeypatch, capsys, tmp_path):

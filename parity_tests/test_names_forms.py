@@ -89,6 +89,15 @@ def test_spellings(f, form, spell, tmp_path):
     assert_same(load(f, write(tmp_path / "drafter", raw, spell(values))), values)
 
 
+def test_biases():
+    """o_proj has a bias too; a bias of the output's width where it is the input's."""
+    plain, biased = (draft_tensors(parse_draft_config(zlab(attention_bias=bias))) for bias in (False, True))
+    added = {name: shape for name, shape in biased.items() if name not in plain and name.startswith("layers.2.")}
+    widths = {"q": (32,), "k": (16,), "v": (16,), "o": (16,)}
+    assert added == {f"layers.2.self_attn.{p}_proj.bias": shape for p, shape in widths.items()}
+    assert (len(plain), len(biased)) == (3 * 11 + 3, 3 * 15 + 3)
+
+
 def test_fused_rows(f, tmp_path):
     """C15: heads 4, KV heads 2, head dim 8, hidden 16: rows 32, 16 and 16 in q, k, v order."""
     raw = zlab()
