@@ -136,10 +136,24 @@ def select_device(device: str | None) -> str:
     return device
 
 
-def main() -> None:
-    """Run a verb; an InputError ends in one line and exit code 2."""
+def run_app(app: typer.Typer) -> int:
+    """Run a verb and return its exit code. Bad usage is an InputError, not typer's box of several lines."""
     try:
-        app()
+        return app(standalone_mode=False) or 0
+    except Exception as error:
+        # Newer typers carry their own copy of click, so usage errors have no class in common.
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
+            raise
+        if message := format_message():
+            raise InputError(message) from None
+        return 2  # no verb was given: the help has been printed
+
+
+def main() -> None:
+    """Run a verb; bad usage and an InputError end in one line and exit code 2."""
+    try:
+        sys.exit(run_app(app))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

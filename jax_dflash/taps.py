@@ -13,7 +13,8 @@ TapCall = Callable[[str, Any], Any]
 class Tap(NamedTuple):
     """`dims` is the shape by the letters of the legend in drafter.py; `kind` is float, int, token or pool; `level` is 1
     for a value between blocks and 2 for one inside a block. `roundings` is the contract: how often values are rounded to
-    the activation dtype on the way from the taps before it. `where` names the value's place in vLLM."""
+    the activation dtype on the way from the taps before it; `faint` of them show less than once, since they average out
+    (attention weights) or sit on the smaller branch of a sum. `where` names the value's place in vLLM."""
 
     name: str
     dims: str
@@ -21,6 +22,7 @@ class Tap(NamedTuple):
     level: int
     roundings: int
     where: str
+    faint: int = 0
 
 
 # In topological order; the rows of a layer are repeated for each.
@@ -47,11 +49,11 @@ _LAYER = (
     Tap("q", "B T N H", "float", 2, 3, "q after q_norm and RoPE"),
     Tap("k", "B T K H", "float", 2, 3, "k after k_norm and RoPE"),
     Tap("v", "B T K H", "float", 2, 1, "v"),
-    Tap("attn", "B T N H", "float", 1, 2, "attention output before o_proj"),
-    Tap("post_attention", "B T D", "float", 1, 2, "residual into post_attention_layernorm"),
+    Tap("attn", "B T N H", "float", 1, 2, "attention output before o_proj", faint=1),
+    Tap("post_attention", "B T D", "float", 1, 2, "residual into post_attention_layernorm", faint=1),
     Tap("n2", "B T D", "float", 2, 1, "post_attention_layernorm"),
     Tap("act", "B T F", "float", 2, 3, "SiluAndMul"),
-    Tap("out", "B T D", "float", 1, 2, "residual into the next layer"),
+    Tap("out", "B T D", "float", 1, 2, "residual into the next layer", faint=1),
 )
 _OUTPUTS = (
     Tap("hidden", "B T-1 D", "float", 1, 1, "norm, sampled rows"),

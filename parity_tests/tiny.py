@@ -112,9 +112,11 @@ def random_values(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str
 
 
 def draft_weights(f: Framework, config: DraftConfig = DRAFT, dtype: str = "float32", seed: int = 0):
-    """A drafter's packed weights with an embedding and head of its own."""
+    """A drafter's packed weights with an embedding and head of its own. The embedding is small: at scale 1 the mask token
+    alone would decide every draft, and drafts would agree whatever the context."""
     g, rng = config.geometry, np.random.default_rng(seed + 1)
     tables = rng.standard_normal((2, g.vocab_size, g.hidden_size)).astype(np.float32)
+    tables[0] /= 16
     values = f.tree(random_values(draft_tensors(config), seed), dtype)
     return f.drafter.pack(values, config, *(f.floats(table, dtype) for table in tables))
 

@@ -29,23 +29,16 @@ class Attribution:
 
 
 def attribute(tap: Tap, ours: np.ndarray, exact: np.ndarray) -> Attribution:
-    """Axis by axis, which entries have no error at all, or how few hold 90% of its square. Non-finite mismatches count as an error of RMS 1."""
+    """Axis by axis, which entries have no error at all, or how few hold 90% of its square."""
     if ours.shape != exact.shape:
-        lines = [f"shape {list(ours.shape)}, expected {list(exact.shape)}"]
-        return Attribution(tap.name, lines, {}, _hypothesis(tap.name, {}), None)
-    finite = np.isfinite(ours) & np.isfinite(exact)
-    both = np.isnan(ours) & np.isnan(exact) | (ours == exact)
-    difference = np.subtract(ours, exact, where=finite, out=np.zeros(ours.shape))
-    error = np.where(finite, np.square(difference), np.where(both, 0.0, max(1.0, np.square(difference).max(initial=0))))
+        return _plain(tap, f"shape {list(ours.shape)}, expected {list(exact.shape)}")
     if tap.kind in ("int", "token"):
         wrong = np.argwhere(ours != exact)
-        first = tuple(wrong[0])
-        lines = [
-            f"{len(wrong)} of {ours.size} entries differ, first at {[int(i) for i in first]}: {ours[first]}, expected {exact[first]}"
-        ]
-        return Attribution(tap.name, lines, {}, _hypothesis(tap.name, {}), None)
-    dims = tap.dims.split()
-    views = {name: (i, error) for i, name in enumerate(dims)}
+        at = tuple(wrong[0])
+        first = f"first at {[int(i) for i in at]}: {ours[at]}, expected {exact[at]}"
+        return _plain(tap, f"{len(wrong)} of {ours.size} entries differ, {first}")
+    error = _squared_error(ours, exact)
+    views = {name: (i, error) for i, name in enumerate(tap.dims.split())}
     if tap.name.rpartition(".")[2] in ("q", "k", "context_k"):
         views["pair"] = (error.ndim - 1, error.reshape(*error.shape[:-1], 2, -1).sum(-2))
     some, most = {}, {}  # axes with entries that have no error at all, and those where few hold nearly all of it
@@ -58,14 +51,26 @@ def attribute(tap: Tap, ours: np.ndarray, exact: np.ndarray) -> Attribution:
             some[name] = np.flatnonzero(share > NOTHING / share.size).tolist(), share.size, 1.0
         elif share.size > 1 and held <= CONCENTRATED * share.size:
             most[name] = sorted(order[:held].tolist()), share.size, share[order[:held]].sum()
-    lines = [_line(name, *found) for name, found in {**some, **most}.items()]
+    lines = [_line(tap, name, *found) for name, found in {**some, **most}.items()]
     axes = {name: entries for name, (entries, _, _) in (some or most).items()}
     lines = lines or ["the error is spread evenly over every axis"]
     return Attribution(tap.name, lines, axes, _hypothesis(tap.name, axes), _error_map(tap, error))
 
 
-def _line(name: str, entries: list[int], size: int, share: float) -> str:
-    label = "frequency pair" if name == "pair" else AXES[name]
+def _plain(tap: Tap, line: str) -> Attribution:
+    return Attribution(tap.name, [line], {}, _hypothesis(tap.name, {}), None)
+
+
+def _squared_error(ours: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """Squared differences; where only one side is finite, or infinities differ, the largest of them and at least 1."""
+    finite = np.isfinite(ours) & np.isfinite(exact)
+    same = (np.isnan(ours) & np.isnan(exact)) | (ours == exact)
+    squared = np.square(np.subtract(ours, exact, where=finite, out=np.zeros(ours.shape)))
+    return np.where(finite, squared, np.where(same, 0.0, max(1.0, squared.max(initial=0))))
+
+
+def _line(tap: Tap, name: str, entries: list[int], size: int, share: float) -> str:
+    label = {"pair": "frequency pair", "F": "feature" if tap.name == "features" else "unit"}.get(name) or AXES[name]
     rest = sorted({*range(size)} - {*entries})
     if share == 1 and len(rest) < len(entries):
         return f"all but {len(rest)} of {size} err: none in {label} {_some(rest)}"

@@ -147,14 +147,15 @@ def attention_queries(m: Modules, change: Callable, back: Callable = lambda o: o
 
 
 def attention_scores(m: Modules, weigh: Callable) -> Patch:
-    """Attention in one go, with `weigh(scores, visible, store) -> weights [B, K, R, S]` in the softmax's place; rows are
-    R = G T. The right `weigh` makes a negative control: the same function in another order."""
+    """Attention in one go, with `weigh(scores, visible, store) -> (weights [B, K, R, S], divisor [B, K, R])` in the
+    softmax's place; rows are R = G T. The right `weigh` makes a negative control: the same function, and the same
+    roundings, in another order."""
     xp, store, accum = m.xp, m.numerics.store, m.numerics.to_accum
 
     def kernel(q, k, v, visible):
         scores = accum(q) @ xp.swapaxes(accum(k), -1, -2) * q.shape[-1] ** -0.5
-        weights = weigh(scores, visible, lambda x: accum(store(x, q.dtype)))
-        return store(accum(store(weights, q.dtype)) @ accum(v), q.dtype)
+        weights, divisor = weigh(scores, visible, lambda x: accum(store(x, q.dtype)))
+        return store(accum(store(weights, q.dtype)) @ accum(v) / divisor[..., None], q.dtype)
 
     if m.framework == "torch":
         return [(m.dense, "KERNELS", m.dense.KERNELS | {"dense": kernel})]
@@ -173,9 +174,12 @@ def attention_scores(m: Modules, weigh: Callable) -> Patch:
 
 
 def softmax(xp, scores, visible):
+    """Weights, the largest 1, and their sum. A row without keys has none."""
     scores = xp.where(visible, scores, -xp.inf)
-    weights = xp.exp(scores - scores.max(-1, keepdims=True)) if hasattr(scores, "at") else xp.softmax(scores, -1)
-    return weights / weights.sum(-1, keepdims=True)
+    largest = xp.amax(scores, -1)[..., None]
+    weights = xp.exp(scores - xp.where(largest == -xp.inf, 0, largest))
+    total = weights.sum(-1)
+    return weights, xp.where(total == 0, 1, total)
 
 
 def bf16(xp, x):
@@ -210,12 +214,22 @@ def scores_rounded(m):
     return attention_scores(m, lambda scores, visible, store: softmax(m.xp, store(scores), visible))
 
 
+@mutation("attention weights divided by their sum before they are rounded", "layers.0.attn", ROUNDING)
+def weights_divided_first(m):
+    """The largest weight is then no longer 1, which every dtype holds."""
+
+    def weigh(scores, visible, store):
+        weights, total = softmax(m.xp, scores, visible)
+        return weights / total[..., None], m.xp.ones_like(total)
+
+    return attention_scores(m, weigh)
+
+
 @mutation("one padding key of zeros visible", "layers.0.attn")
 def padding_key(m):
     def weigh(scores, visible, store):
-        scores = m.xp.where(visible, scores, -m.xp.inf)
-        weights = m.xp.exp(scores)
-        return weights / (weights.sum(-1, keepdims=True) + 1)
+        weights = m.xp.exp(m.xp.where(visible, scores, -m.xp.inf))
+        return weights, weights.sum(-1) + 1
 
     return attention_scores(m, weigh)
 
@@ -247,7 +261,7 @@ def block_positions(m):
 def causal_block(m):
     def weigh(scores, visible, store):
         R, S, T = *scores.shape[-2:], 5
-        length = visible.sum(-1, keepdims=True) if hasattr(visible, "at") else visible.sum(-1, keepdim=True)
+        length = visible.sum(-1)[..., None]
         row = m.xp.arange(R) % T
         return softmax(m.xp, scores, visible & (m.xp.arange(S) <= (length - T + row[:, None])))
 

@@ -6,17 +6,21 @@ changes is how much another implementation's may differ.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from jax_dflash.taps import Tap, tap_table
+from jax_dflash.taps import Tap, live_part, tap_table
 from parity_tests.harness import metrics
 from parity_tests.harness.case import Case
-from parity_tests.harness.runners import Runner, Trace, forcible
+from parity_tests.harness.runners import Runner, Trace, oracle, runner
 
 NUM_SYMMETRIES = 16
 MARGIN = 1.15  # over the largest of 16 draws; 16 draws of a ratio that scatters by 3% leave about as much unseen
-FEW = 64  # fewer elements than these and a ratio of two errors scatters by more than 2
+FEW = 64  # elements; fewer, and 16 symmetries say too little of how a ratio of two errors scatters
+# Largest of thousands of ratios between independent runs: 1.07 at 4096 elements, 1.45 at 256, 3.38 at 16.
+SCATTER = 5.0  # so exp(SCATTER / sqrt(elements))
 
 
 @dataclass(frozen=True)
@@ -133,20 +137,19 @@ class Symmetry:
         """The value that the unchanged case would have had."""
         return self._move(tap, x, undo=True)
 
-    def runs(self, case: Case, run: Runner, dtype: str, reference: Trace) -> tuple[Trace, Trace]:
-        """The changed case's traces in the unchanged case's order: forced by the reference's values, and free."""
+    def runs(self, case: Case, run: Runner, dtype: str, forced: Trace) -> tuple[Trace, Trace]:
+        """The changed case's traces in the unchanged case's order: forced by these values, and free."""
         table = {tap.name: tap for tap in tap_table(case.num_layers)}
         changed = self.apply(case)
-        forced = {name: self.map(table[name], value) for name, value in forcible(case, reference).items()}
+        mapped = {name: self.map(table[name], value) for name, value in forced.items()}
 
         def back(trace):
             return {name: self.unmap(table[name], value) for name, value in trace.items()}
 
-        return back(run(changed, dtype, forced, rerun=False)), back(run(changed, dtype, rerun=False))
+        return back(run(changed, dtype, mapped, rerun=False)), back(run(changed, dtype, rerun=False))
 
 
-@dataclass(frozen=True)
-class Band:
+class Band(NamedTuple):
     """The smallest ratio seen, and the largest times the margin."""
 
     low: float
@@ -156,23 +159,57 @@ class Band:
         return rho is not None and rho <= self.high
 
 
-def bands(
-    case: Case, run: Runner, dtype: str, reference: Trace, local_exact: Trace, exact: Trace, live
-) -> dict[str, tuple[Band, Band]]:
-    """Per float tap the bands of the local and of the end-to-end ratio, over NUM_SYMMETRIES changed cases. `live(tap, x)`
-    cuts the entries that are compared. A tap of fewer than FEW elements takes the widest band of its kind of tap."""
-    floats = [tap for tap in tap_table(case.num_layers) if tap.kind == "float"]
-    seen: dict[str, tuple[list, list]] = {tap.name: ([], []) for tap in floats}
-    for seed in range(NUM_SYMMETRIES):
-        local, free = Symmetry(case, seed).runs(case, run, dtype, reference)
-        for tap in floats:
-            base = live(tap, reference[tap.name])
-            for values, trace, truth in ((seen[tap.name][0], local, local_exact), (seen[tap.name][1], free, exact)):
-                rho = metrics.error_ratio(live(tap, trace[tap.name]), base, live(tap, truth[tap.name]))
-                values.append(float("inf") if rho is None else rho)
-    result = {name: tuple(Band(min(v), MARGIN * max(v)) for v in pair) for name, pair in seen.items()}
-    for tap in floats:
-        if live(tap, reference[tap.name]).size < FEW:
-            same = [result[t.name] for t in floats if t.name.rpartition(".")[2] == tap.name.rpartition(".")[2]]
-            result[tap.name] = tuple(Band(min(b[i].low for b in same), max(b[i].high for b in same)) for i in (0, 1))
-    return result
+class Reference:
+    """An implementation's own run of a case and how its error scatters: made at first use, to be judged against often.
+
+    `trace` is its free run, `exact` the oracle's, `local_exact` the oracle's with the reference's values forced on every tap
+    up to `level`.
+    """
+
+    def __init__(self, case: Case, name: str, dtype: str, device: str = "cpu", level: int = 2):
+        self.case, self.name, self.dtype = case, name, dtype
+        self.run = runner(name, device)
+        self.table = [tap for tap in tap_table(case.num_layers) if tap.level <= level or tap.kind == "pool"]
+        self.floats = [tap for tap in self.table if tap.kind == "float"]
+
+    def live(self, tap: Tap, trace: Trace) -> np.ndarray:
+        """The entries of a tap that are compared."""
+        return live_part(tap, trace[tap.name], self.case.live_reqs, self.case.live_rows)
+
+    @cached_property
+    def trace(self) -> Trace:
+        return self.run(self.case, self.dtype)
+
+    @cached_property
+    def exact(self) -> Trace:
+        return oracle(self.case)
+
+    @cached_property
+    def forced(self) -> Trace:
+        return {tap.name: self.trace[tap.name] for tap in self.floats if tap.name != "features"}
+
+    @cached_property
+    def local_exact(self) -> Trace:
+        return oracle(self.case, forced=self.forced)
+
+    @cached_property
+    def bands(self) -> dict[str, tuple[Band, Band]]:
+        """Per float tap the bands of the local and of the end-to-end ratio, over NUM_SYMMETRIES changed cases. A tap of
+        fewer than FEW elements gets at least the band of independent runs."""
+        seen: dict[str, tuple[list, list]] = {tap.name: ([], []) for tap in self.floats}
+        for seed in range(NUM_SYMMETRIES):
+            traces = Symmetry(self.case, seed).runs(self.case, self.run, self.dtype, self.forced)
+            for tap in self.floats:
+                for values, trace, exact in zip(seen[tap.name], traces, (self.local_exact, self.exact), strict=True):
+                    rho = self.ratio(tap, trace, exact)
+                    values.append(float("inf") if rho is None else rho)
+        result = {name: tuple(Band(min(v), MARGIN * max(v)) for v in pair) for name, pair in seen.items()}
+        for tap in self.floats:
+            if (size := self.live(tap, self.trace).size) < FEW:
+                least = float(np.exp(SCATTER / np.sqrt(size)))
+                result[tap.name] = tuple(Band(b.low, max(b.high, least)) for b in result[tap.name])
+        return result
+
+    def ratio(self, tap: Tap, trace: Trace, exact: Trace) -> float | None:
+        """`metrics.error_ratio` of another trace, live entries only."""
+        return metrics.error_ratio(*(self.live(tap, t) for t in (trace, self.trace, exact)))

@@ -1,8 +1,9 @@
 """One draft step of a case by each implementation, as a trace: tap name -> numpy array, floats in float64, which holds
 float32 and bfloat16 exactly.
 
-Every runner has the same signature, `run(case, dtype, forced=None, level=2, rerun=True) -> Trace`. With `forced` each tap is computed from the
-given values of the taps before it (teacher forcing) instead of its own.
+Every runner has the same signature, `run(case, dtype, forced=None, level=2, rerun=True) -> Trace`. With `forced` each tap
+is computed from the given values of the taps before it (teacher forcing) instead of its own; with `rerun` a second run must
+give the same bits.
 """
 
 import json
@@ -20,7 +21,6 @@ from safetensors.numpy import load_file, save_file
 
 from jax_dflash.batch import EngineConfig
 from jax_dflash.config import DraftConfig, parse_draft_config
-from jax_dflash.taps import tap_table
 from parity_tests.harness import case as cases
 from parity_tests.harness import oracle64
 from parity_tests.harness.case import PER_REQUEST, Case
@@ -58,12 +58,6 @@ def traced(call: Callable[[], Mapping[str, Any]], rerun: bool) -> Trace:
         if not np.array_equal(value, second[name], equal_nan=True):
             raise NotDeterministic(name)
     return first
-
-
-def forcible(case: Case, trace: Trace) -> Trace:
-    """The taps of a trace that can be put in the place of others: floats, from the first computed one on."""
-    names = [tap.name for tap in tap_table(case.num_layers) if tap.kind == "float" and tap.name != "features"]
-    return {name: trace[name] for name in names}
 
 
 def oracle(case: Case, dtype: str = "float64", forced: Trace | None = None) -> Trace:
@@ -109,8 +103,17 @@ def features(case: Case, draft: DraftConfig) -> np.ndarray:
     return padded
 
 
-def _run_jax(case: Case, dtype: str, forced: Trace | None, level: int, mode: str, rerun: bool = True) -> Trace:
-    """`mode`: jit (ahead-of-time compiled with the production flags), op (op by op), default (XLA's default flags)."""
+def _run_jax(
+    case: Case,
+    dtype: str,
+    forced: Trace | None,
+    level: int,
+    mode: str,
+    rerun: bool = True,
+    compiled: dict | None = None,
+) -> Trace:
+    """`mode`: jit (ahead-of-time compiled with the production flags), jitted (the same by `jax.jit`), op (op by op),
+    default (ahead of time with XLA's default flags). Programs are kept in `compiled` for cases of the same sizes."""
     import jax
     import jax.numpy as jnp
 
@@ -140,8 +143,14 @@ def _run_jax(case: Case, dtype: str, forced: Trace | None, level: int, mode: str
     if mode == "op":
         with jax.disable_jit():
             return traced(lambda: step(*args), rerun)
-    compiled = jax.jit(step).lower(*args).compile(numerics.COMPILER_OPTIONS if mode == "jit" else {})
-    return traced(lambda: compiled(*args), rerun)
+    if mode == "jitted":
+        jitted = jax.jit(step, compiler_options=numerics.COMPILER_OPTIONS)
+        return traced(lambda: jitted(*args), rerun)
+    compiled = {} if compiled is None else compiled
+    key = json.dumps([case.config, [getattr(case, name) for name in cases.SIZES], dtype, level, sorted(forced)])
+    if key not in compiled:
+        compiled[key] = jax.jit(step).lower(*args).compile(numerics.COMPILER_OPTIONS if mode == "jit" else {})
+    return traced(lambda: compiled[key](*args), rerun)
 
 
 def _run_torch(
@@ -282,7 +291,7 @@ def float64_worker() -> Float64Worker:
     return worker
 
 
-RUNNERS = ("jax", "jax.op", "jax.default", "torch.eager", "torch.sdpa", "torch.graph")
+RUNNERS = ("jax", "jax.jitted", "jax.op", "jax.default", "torch.eager", "torch.sdpa", "torch.graph")
 
 
 def runner(name: str, device: str = "cpu") -> Runner:
@@ -290,6 +299,7 @@ def runner(name: str, device: str = "cpu") -> Runner:
     if name not in RUNNERS:
         raise CannotRun(f"runner {name!r} is unknown; pass one of {', '.join(RUNNERS)}")
     package, _, mode = name.partition(".")
+    compiled: dict[str, Any] = {}  # of this runner only: another one may see a package with a bug planted in it
 
     def run(case: Case, dtype: str, forced: Trace | None = None, level: int = 2, rerun: bool = True) -> Trace:
         try:
@@ -302,15 +312,15 @@ def runner(name: str, device: str = "cpu") -> Runner:
                 return _run_torch(case, dtype, forced, level, attention, {"cpu": "cpu", "gpu": "cuda"}[device], rerun)
             if dtype == "float64":
                 return float64_worker().run(case, forced)
-            return _run_jax(case, dtype, forced, level, mode or "jit", rerun)
+            return _run_jax(case, dtype, forced, level, mode or "jit", rerun, compiled)
         except ImportError as error:
             raise CannotRun(f"{name} cannot run here: {error}") from None
 
     return run
 
 
-def float64_run(case: Case, name: str, worker: Float64Worker | None = None, forced: Trace | None = None) -> Trace:
+def float64_run(case: Case, name: str) -> Trace:
     """The same code in float64 on the CPU."""
     if name.startswith("torch"):
-        return _run_torch(case, "float64", forced, 2, "dense", "cpu")
-    return (worker or float64_worker()).run(case, forced)
+        return _run_torch(case, "float64", None, 2, "dense", "cpu")
+    return float64_worker().run(case)

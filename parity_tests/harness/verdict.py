@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from jax_dflash.taps import Tap, live_part, tap_table
+from jax_dflash.taps import Tap
 from parity_tests.harness import metrics, null, runners
 from parity_tests.harness.attribution import Attribution, attribute
 from parity_tests.harness.case import Case
-from parity_tests.harness.runners import CannotRun, Float64Worker, NotDeterministic, Trace
+from parity_tests.harness.runners import NotDeterministic, Trace
 
 OK, WRONG, ROUNDING = "ok", "wrong maths", "rounding policy differs"
 NOT_DETERMINISTIC, PERTURBED = "not deterministic", "taps perturb"
@@ -52,42 +52,36 @@ def compare(
     *,
     device: str = "cpu",
     level: int = 2,
-    worker: Float64Worker | None = None,
     stop_early: bool = False,
+    reference: null.Reference | None = None,
 ) -> Result:
     """Judge `sut` against `ref`: semantics in float64, then local and end-to-end error ratios in `dtype`, tokens, and
-    whether taps change the program. With `stop_early` a wrong function is not measured further. Raises CannotRun."""
-    table = [tap for tap in tap_table(case.num_layers) if tap.level <= level or tap.kind == "pool"]
-    rows = {tap.name: _row(case, tap) for tap in table}
+    whether taps change the program. With `stop_early` a wrong function is not measured further. A `reference` that was
+    made before is taken as it is, its own semantics too. Raises CannotRun."""
+    sides = (ref, sut) if reference is None else (sut,)
+    reference = reference or null.Reference(case, ref, dtype, device, level)
+    rows = {tap.name: _row(tap) for tap in reference.table}
     result = Result(case, ref, sut, dtype, list(rows.values()))
     try:
-        _semantics(result, table, rows, worker)
+        _semantics(result, reference, rows, sides)
         if dtype != "float64" and not (stop_early and not result.ok):
-            _rounding(result, table, rows, device, level)
+            _rounding(result, reference, rows, device, level)
     except NotDeterministic as error:
         result.verdict, result.first_divergence = NOT_DETERMINISTIC, str(error)
     return result
 
 
-def _row(case: Case, tap: Tap) -> dict[str, Any]:
-    return {
-        "tap": tap.name,
-        "dims": tap.dims,
-        "level": tap.level,
-        "value_kind": tap.kind,
-        "contract": tap.roundings,
-        "verdict": OK,
-    }
+def _row(tap: Tap) -> dict[str, Any]:
+    fields = {"tap": tap.name, "dims": tap.dims, "level": tap.level, "value_kind": tap.kind}
+    return {**fields, "contract": tap.roundings, "verdict": OK}
 
 
-def _live(case: Case, tap: Tap, trace: Trace) -> np.ndarray:
-    return live_part(tap, trace[tap.name], case.live_reqs, case.live_rows)
-
-
-def _missing(table: list[Tap], trace: Trace) -> str | None:
-    """A tap that one side lacks, or has and should not."""
-    names = {tap.name for tap in table}
-    return min(names ^ (trace.keys() & {*names, *trace.keys()}), default=None)
+def _other_taps(result: Result, side: str, trace: Trace, exact: Trace) -> None:
+    """A tap that one side lacks, or has and should not, is a failure: nothing of that name was compared."""
+    name = min(trace.keys() ^ exact.keys())
+    line = f"{side} {'has an extra' if name in trace else 'lacks the'} tap {name}"
+    result.verdict, result.first_divergence, result.side = WRONG, name, side
+    result.attribution = Attribution(name, [line], {}, "a tap call that was dropped, added or renamed", None)
 
 
 def _fail(result: Result, row: dict[str, Any], verdict: str, side: str, attribution: Attribution) -> None:
@@ -97,83 +91,84 @@ def _fail(result: Result, row: dict[str, Any], verdict: str, side: str, attribut
         result.attribution = attribution
 
 
-def _semantics(result: Result, table: list[Tap], rows: dict[str, dict], worker: Float64Worker | None) -> None:
-    """Tier 1: both sides' own code in float64 against the oracle, each tap in order."""
-    case = result.case
-    exact = runners.oracle(case)
+def _semantics(result: Result, reference: null.Reference, rows: dict[str, dict], sides: tuple[str, ...]) -> None:
+    """Tier 1: each side's own code in float64 against the oracle, each tap in order."""
+    exact, live = reference.exact, reference.live
     result.traces["oracle"] = exact
-    for side in dict.fromkeys((result.ref, result.sut)):
-        trace = runners.float64_run(case, side, worker)
+    for side in dict.fromkeys(sides):
+        trace = runners.float64_run(result.case, side)
         if trace.keys() != exact.keys():
-            name = min(trace.keys() ^ exact.keys())
-            raise CannotRun(f"{side} emits other taps than the oracle: {name} is missing or extra")
-        for tap in table:
-            ours, theirs = _live(case, tap, trace), _live(case, tap, exact)
+            return _other_taps(result, side, trace, exact)
+        for tap in reference.table:
+            ours, theirs = live(tap, trace), live(tap, exact)
             row = rows[tap.name]
             row["shape"] = list(theirs.shape)
-            if ours.shape != theirs.shape:
-                error, wrong = float("inf"), True
-            elif tap.kind in ("int", "token"):
-                error, wrong = None, not np.array_equal(ours, theirs)
+            if tap.kind in ("int", "token"):
+                wrong = not np.array_equal(ours, theirs)
             else:
-                error = metrics.relative_rmse(ours, theirs)
+                error = metrics.relative_rmse(ours, theirs) if ours.shape == theirs.shape else float("inf")
+                row["fp64"] = max(row.get("fp64", 0.0), error)
                 wrong = not error <= FP64_LIMIT
-            if error is not None:
-                row["fp64"] = max(row.get("fp64") or 0.0, error)
             if wrong:
                 _fail(result, row, WRONG, side, attribute(tap, ours, theirs))
 
 
-def _rounding(result: Result, table: list[Tap], rows: dict[str, dict], device: str, level: int) -> None:
+def _rounding(result: Result, reference: null.Reference, rows: dict[str, dict], device: str, level: int) -> None:
     """Tiers 2 to 4 and the observer check, in the working dtype."""
-    case, dtype, exact = result.case, result.dtype, result.traces["oracle"]
-    run_ref, run_sut = runners.runner(result.ref, device), runners.runner(result.sut, device)
-    reference = run_ref(case, dtype)
-    free = run_sut(case, dtype, level=level)
-    untapped = run_sut(case, dtype, level=0)
+    case, dtype, live = result.case, result.dtype, reference.live
+    run = runners.runner(result.sut, device)
+    if result.sut == "torch.graph":
+        return _replayed(result, reference, rows, run(case, dtype))
+    free, untapped = run(case, dtype, level=level), run(case, dtype, level=0)
     for name, value in untapped.items():
         if not np.array_equal(value, free[name], equal_nan=True) and result.verdict in (OK, ROUNDING):
             result.verdict, result.first_divergence, result.side = PERTURBED, name, result.sut
-    forced = {name: value for name, value in runners.forcible(case, reference).items() if name in rows}
-    local_exact, local = runners.oracle(case, forced=forced), run_sut(case, dtype, forced, level=level)
-
-    def live(tap, x):
-        return live_part(tap, x, case.live_reqs, case.live_rows)
-
-    band = null.bands(case, run_ref, dtype, reference, local_exact, exact, live)
-    result.traces |= {"ref": reference, "sut": free, "local": local, "local_exact": local_exact}
-    for tap in table:
+    local = run(case, dtype, reference.forced, level=level)
+    result.traces |= {"ref": reference.trace, "sut": free, "local": local, "local_exact": reference.local_exact}
+    for tap in reference.table:
         row = rows[tap.name]
-        ours, theirs = live(tap, local[tap.name]), live(tap, reference[tap.name])
-        truth, end = live(tap, local_exact[tap.name]), live(tap, exact[tap.name])
-        if tap.kind == "int":
-            if not np.array_equal(live(tap, free[tap.name]), end):
-                _fail(result, row, WRONG, result.sut, attribute(tap, live(tap, free[tap.name]), end))
+        if tap.kind == "int" and not np.array_equal(live(tap, free), live(tap, reference.exact)):
+            _fail(result, row, WRONG, result.sut, attribute(tap, live(tap, free), live(tap, reference.exact)))
+        if tap.kind in ("int", "token"):
             continue
-        if tap.kind == "token":
-            continue
-        ratio = metrics.error_ratio(ours, theirs, truth)
-        row["rho_local"] = ratio
-        row["rho_e2e"] = metrics.error_ratio(live(tap, free[tap.name]), theirs, end)
+        ours, truth = live(tap, local), live(tap, reference.local_exact)
+        row["rho_local"] = reference.ratio(tap, local, reference.local_exact)
+        row["rho_e2e"] = reference.ratio(tap, free, reference.exact)
         row["rel_rmse_u"] = metrics.relative_rmse(ours, truth) / metrics.UNIT[dtype]
         if tap.kind == "pool":
-            if ratio is None or not metrics.same_nonfinite(ours, truth):
-                _fail(result, row, _kind(row), result.sut, attribute(tap, ours, truth))
-            continue
-        low_high, end_band = band[tap.name]
-        row["band_local"], row["band_e2e"] = [low_high.low, low_high.high], [end_band.low, end_band.high]
-        errors = metrics.ulp_errors(live(tap, free[tap.name]), end, dtype)
-        row |= {f"ulp_p{q}": float(np.percentile(errors, q)) for q in (50, 99)}
-        row |= {
-            "ulp_max": float(errors.max()),
-            "ulp_at": [int(i) for i in np.unravel_index(errors.argmax(), errors.shape)],
-        }
-        row["roundings"] = metrics.roundings(ours, truth, dtype)
-        if not low_high.holds(ratio) or not _in_contract(tap, row, dtype):
+            passes, drifts = row["rho_local"] is not None, False
+        else:
+            local_band, end_band = reference.bands[tap.name]
+            row["band_local"], row["band_e2e"] = list(local_band), list(end_band)
+            row["roundings"] = metrics.roundings(ours, truth, dtype)
+            _units(row, live(tap, free), live(tap, reference.exact), dtype)
+            passes = local_band.holds(row["rho_local"]) and (level == 1 or _in_contract(tap, row, dtype))
+            drifts = not end_band.holds(row["rho_e2e"])
+        if not passes:
             _fail(result, row, _kind(row), result.sut, attribute(tap, ours, truth))
-        elif not end_band.holds(row["rho_e2e"]):
-            _fail(result, row, ROUNDING, result.sut, attribute(tap, live(tap, free[tap.name]), end))
-    _tokens(result, reference, free, exact)
+        elif drifts:
+            _fail(result, row, ROUNDING, result.sut, attribute(tap, live(tap, free), live(tap, reference.exact)))
+    _tokens(result, reference, rows, free)
+
+
+def _units(row: dict[str, Any], ours: np.ndarray, exact: np.ndarray, dtype: str) -> None:
+    """Errors along the free run in units of the last place."""
+    errors = metrics.ulp_errors(ours, exact, dtype)
+    row |= {f"ulp_p{q}": float(np.percentile(errors, q)) for q in (50, 99)}
+    row["ulp_max"] = float(errors.max())
+    row["ulp_at"] = [int(i) for i in np.unravel_index(errors.argmax(), errors.shape)]
+
+
+def _replayed(result: Result, reference: null.Reference, rows: dict[str, dict], replay: Trace) -> None:
+    """A replayed CUDA graph, which has no taps inside, gives the drafts and the pool of eager bit for bit."""
+    for tap in reference.table:
+        if tap.kind in ("token", "pool"):
+            ours, theirs = reference.live(tap, replay), reference.live(tap, reference.trace)
+            if not np.array_equal(ours, theirs, equal_nan=True):
+                _fail(result, rows[tap.name], WRONG, result.sut, attribute(tap, ours, theirs))
+            if tap.kind == "token":
+                equal = int((ours == theirs).sum())
+                result.tokens = {"compared": ours.size, "equal": equal, "undecidable": 0, "decided_unequal": 0}
 
 
 def _kind(row: dict[str, Any]) -> str:
@@ -181,28 +176,31 @@ def _kind(row: dict[str, Any]) -> str:
     return WRONG if row["verdict"] == WRONG else ROUNDING
 
 
+def contract_band(tap: Tap, size: int) -> tuple[float, float]:
+    """How many roundings an error of `size` elements may look like: the contract's, within CONTRACT_BAND of the RMS error
+    and the scatter of so many elements (half of what `null.SCATTER` says of a ratio of two)."""
+    scatter = float(np.exp(2 * null.SCATTER / np.sqrt(2 * size)))
+    low, high = CONTRACT_BAND
+    return low**2 * (tap.roundings - tap.faint) / scatter, max(high**2 * tap.roundings * scatter, NO_ROUNDING)
+
+
 def _in_contract(tap: Tap, row: dict[str, Any], dtype: str) -> bool:
     """Whether the error is that of the contract's roundings. float32 sums err as much as its roundings do, so there the
     contract says nothing."""
-    if dtype != "bfloat16":
-        return True
-    if tap.roundings == 0:
-        return row["roundings"] <= NO_ROUNDING
-    low, high = CONTRACT_BAND
-    return low**2 <= row["roundings"] / tap.roundings <= high**2
+    low, high = contract_band(tap, int(np.prod(row["shape"])))
+    return dtype != "bfloat16" or low <= row["roundings"] <= high
 
 
-def _tokens(result: Result, reference: Trace, free: Trace, exact: Trace) -> None:
+def _tokens(result: Result, reference: null.Reference, rows: dict[str, dict], free: Trace) -> None:
     """Tier 4: drafts equal wherever the reference's own error could not have turned them."""
+    tap = next(tap for tap in reference.table if tap.kind == "token")
     n = result.case.live_reqs
-    decided = metrics.decided(exact["logits"][:n], reference["logits"][:n], SIGMAS)
-    ours, theirs = free["draft_tokens"][:n], reference["draft_tokens"][:n]
+    decided = metrics.decided(reference.exact["logits"][:n], reference.trace["logits"][:n], SIGMAS)
+    ours, theirs = reference.live(tap, free), reference.live(tap, reference.trace)
     unequal = decided & (ours != theirs)
     result.tokens = {
         "compared": int(ours.size), "equal": int((ours == theirs).sum()), "undecidable": int((~decided).sum()),
         "decided_unequal": int(unequal.sum()),
     }  # fmt: skip
     if unequal.any():
-        row = next(row for row in result.rows if row["tap"] == "draft_tokens")
-        tap = next(tap for tap in tap_table(result.case.num_layers) if tap.name == "draft_tokens")
-        _fail(result, row, WRONG, result.sut, attribute(tap, np.where(decided, ours, theirs), theirs))
+        _fail(result, rows[tap.name], WRONG, result.sut, attribute(tap, np.where(decided, ours, theirs), theirs))

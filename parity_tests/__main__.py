@@ -1,0 +1,5 @@
+"""`python -m parity_tests`."""
+
+from parity_tests.harness.cli import main
+
+main()
