@@ -19,7 +19,7 @@ from rich.progress import track
 from jax_dflash import drafter as drafters
 from jax_dflash import target as targets
 from jax_dflash.batch import TargetStep
-from jax_dflash.config import DraftConfig, Geometry, TargetConfig
+from jax_dflash.config import DraftConfig, Geometry, TargetConfig, plain_layers
 from jax_dflash.engine import DraftEngine
 
 LIVE, MAX_LEN = 300, 1024
@@ -53,9 +53,10 @@ def time_shape(hidden: int, layers: int, mlp: int, draft_layers: int, block: int
     target_config = TargetConfig(
         geometry=Geometry(num_layers=layers, **size), tie_word_embeddings=True, eos_token_id=None, dtype="float32"
     )
+    geometry = Geometry(num_layers=draft_layers, **size)
     config = DraftConfig(
-        geometry=Geometry(num_layers=draft_layers, **size), block_size=block, mask_token_id=257, target_layer_ids=taps,
-        target_hidden_size=hidden, dtype="float32",
+        geometry=geometry, layers=plain_layers(geometry), block_size=block, mask_token_id=257,
+        hidden_state_indices=tuple(i + 1 for i in taps), target_hidden_size=hidden, dtype="float32",
     )  # fmt: skip
     target = targets.pack_target(
         targets.Target(target_config, rngs=nnx.Rngs(0), dtype=jnp.dtype("float32")), target_config

@@ -88,14 +88,18 @@ class EngineConfig:
         page_size: int = 16,
         num_pages: int | None = None,
         table_width: int | None = None,
+        allow_long_block: bool = False,
     ) -> "EngineConfig":
         """Defaults: K of the drafter's block, room for a verify of every request and 512 rows, pages for max_model_len
-        of every request. Raises InputError."""
+        of every request. `allow_long_block` lets K exceed the block that the drafter was trained with. Raises
+        InputError."""
+        if draft.geometry.vocab_size is None:
+            raise InputError("the drafter's config names no vocab_size; pass what check_pair(draft, target) returns")
         K = draft.max_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
-        if not 1 <= K <= draft.max_speculative_tokens:
+        if K < 1 or (K > draft.max_speculative_tokens and not allow_long_block):
             raise InputError(
                 f"num_speculative_tokens={K}: this drafter's blocks of {draft.block_size} hold an anchor and "
-                f"1 to {draft.max_speculative_tokens} drafts"
+                f"1 to {draft.max_speculative_tokens} drafts; more need allow_long_block"
             )
         for name, value in (("max_num_seqs", max_num_seqs), ("page_size", page_size)):
             if value < 1:
@@ -123,6 +127,12 @@ class EngineConfig:
             num_pages=1 + max_num_seqs * pages_per_request if num_pages is None else num_pages,
             table_width=pages_per_request if table_width is None else table_width,
         )
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that may be anchors."""
+        assert self.draft.geometry.vocab_size is not None
+        return self.draft.geometry.vocab_size
 
     @property
     def query_len(self) -> int:
@@ -154,7 +164,7 @@ class EngineConfig:
         if len(shape) != 2 or shape[1] != draft.feature_size:
             raise InputError(
                 f"features have shape {list(shape)}, expected [rows, {draft.feature_size}]: "
-                f"{len(draft.target_layer_ids)} target_layer_ids x width {draft.target_hidden_size}"
+                f"{len(draft.hidden_state_indices)} hidden states x width {draft.target_hidden_size}"
             )
         if on_device:
             if shape[0] < num_rows or shape[0] not in (own_rows, *buckets):
@@ -303,7 +313,7 @@ class RequestTable:
         valid = columns["num_context"] - columns["num_rejected"]
         end = columns["start_position"] + valid
         anchor = np.where(columns["num_sampled"] > 0, columns["last_sampled"], columns["next_prefill"])
-        vocab_size = self.config.draft.geometry.vocab_size
+        vocab_size = self.config.vocab_size
         for row, request_id in enumerate(step.request_ids):
             start, context_len = columns["start_position"][row], requests[row].context_len
             if columns["num_rejected"][row] < 0 or valid[row] < 1:

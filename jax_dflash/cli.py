@@ -72,6 +72,48 @@ def compare(
         raise typer.Exit(1)
 
 
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A drafter's folder, or its config.json alone.")],
+    target: Annotated[Path | None, typer.Option(help="Check that it belongs to the target in this folder.")] = None,
+    yarn_attention: Annotated[
+        str, typer.Option(help="mscale, or ignore-mscale: leave YaRN's mscale keys unread.")
+    ] = "mscale",
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(help="Drafts per request; default all of a block.")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests in one step at most.")] = 32,
+    length: Annotated[int, typer.Option(help="Context tokens of a request, for the floors.")] = 1024,
+    bandwidth: Annotated[float, typer.Option(help="Memory bandwidth in TB/s; default an H200's datasheet.")] = 4.8,
+    peak: Annotated[
+        float, typer.Option(help="Matrix rate in Tflop/s; default an H200's in bfloat16, measured.")
+    ] = 790.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line only.")] = False,
+) -> None:
+    """Say what a drafter is, how big, how fast at best, and what does not fit. Neither JAX nor PyTorch is loaded."""
+    from jax_dflash import inspect as verb
+
+    job = verb.InspectJob(
+        path=path,
+        target=target,
+        yarn_attention=yarn_attention,
+        num_speculative_tokens=num_speculative_tokens,
+        max_num_seqs=max_num_seqs,
+        length=length,
+        bandwidth=bandwidth * 1e12,
+        peak=peak * 1e12,
+    )
+    result = verb.inspect(job)
+    if as_json:
+        print(json.dumps(result))
+    else:
+        from rich.console import Console
+
+        Console().print(verb.report(result), highlight=False)
+    if result["refused"]:
+        raise InputError(result["refused"])
+
+
 def select_device(device: str | None) -> str:
     """cpu or gpu, told to JAX before its first array. Raises InputError for a GPU that is not there."""
     if device not in (None, "cpu", "gpu"):

@@ -116,9 +116,9 @@ class Drafters:
 
     def __init__(self, job: CompareJob, progress: bool):
         dtype = numerics.as_dtype(job.dtype)
-        self.draft_config, drafter = jax_drafter.load_drafter(job.checkpoint, dtype)
+        draft_config, drafter = jax_drafter.load_drafter(job.checkpoint, dtype)
         self.target_config, target = jax_target.load_target(job.target, dtype)
-        check_pair(self.draft_config, self.target_config)
+        self.draft_config = check_pair(draft_config, self.target_config)
         self.target_weights = jax_target.pack_target(target, self.target_config)
         shared = self.target_weights.embed_tokens, self.target_weights.lm_head
         weights = jax_drafter.pack_drafter(drafter, self.draft_config, *shared)
@@ -130,7 +130,7 @@ class Drafters:
 
         def torch_engine(name: str, mode: str, attention: str, taps: int) -> TorchEngine:
             kind, device = torch_numerics.as_dtype(name), {"cpu": "cpu", "gpu": "cuda"}[job.device]
-            config, drafter = torch_drafter.load_drafter(job.checkpoint, kind, device)
+            config, (_, drafter) = self.draft_config, torch_drafter.load_drafter(job.checkpoint, kind, device)
             target_config, target = torch_target.load_target(job.target, kind, device)
             shared = torch_target.pack_target(target, target_config)
             weights = torch_drafter.pack_drafter(drafter, config, shared.embed_tokens, shared.lm_head)
@@ -159,10 +159,8 @@ def check_job(job: CompareJob) -> None:
     """Refuse what cannot run before anything is loaded. Raises InputError."""
     draft, target = load_draft_config(job.checkpoint), load_target_config(job.target)
     check_pair(draft, target)
-    if (size := excerpts.tokenizer(job.target).get_vocab_size()) > target.geometry.vocab_size:
-        raise InputError(
-            f"{job.target}: a tokenizer of {size} does not fit a vocabulary of {target.geometry.vocab_size}"
-        )
+    if (size := excerpts.tokenizer(job.target).get_vocab_size()) > target.vocab_size:
+        raise InputError(f"{job.target}: a tokenizer of {size} does not fit a vocabulary of {target.vocab_size}")
     K = job.num_speculative_tokens or draft.max_speculative_tokens
     needed = max(PROMPT_LENGTHS) + job.max_new_tokens + 2 * (K + 1)
     if needed > job.max_model_len:

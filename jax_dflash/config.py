@@ -1,21 +1,25 @@
-"""What a checkpoint's config.json says, normalised. Plain Python: both frameworks read it."""
+"""What a checkpoint's config.json says, normalised. Plain Python: both frameworks read it.
 
-import json
-from dataclasses import dataclass
+`checkpoint_forms.py` reads the parts that published forms spell differently.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
+from jax_dflash import checkpoint_forms as forms
+from jax_dflash.checkpoint_forms import FormKeys, Layer, Rope
+from jax_dflash.keys import InputError, Keys, read_json, show
 
-class InputError(ValueError):
-    """Something the user passed cannot be used; the message is one line that says what to do.
-
-    The command line prints the message alone and exits with 2.
-    """
+DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """The sizes that a drafter and a target have alike (Qwen3 layers: QK norm, GQA, SwiGLU)."""
+    """The sizes that a drafter and a target have alike (Qwen3 layers: QK norm, GQA, SwiGLU).
+
+    `rope_theta` is a target's. A drafter's stands in each of its `layers`; here is the first one's.
+    """
 
     hidden_size: int
     num_layers: int
@@ -25,34 +29,42 @@ class Geometry:
     intermediate_size: int
     rms_norm_eps: float
     rope_theta: float
-    vocab_size: int
+    vocab_size: int | None
     max_position_embeddings: int
+    attention_bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
-    """A DFlash drafter.
+    """A DFlash drafter, whichever form its file has (`format`: z-lab, speculators or muse).
 
-    `target_layer_ids` name target layers by z-lab's convention: id i means the residual stream after layer i,
-    which is Hugging Face's `hidden_states[i + 1]` (entry 0 is the embeddings).
+    `hidden_state_indices` are what it reads of the target: i means the residual stream after i layers, 0 the embeddings
+    (Hugging Face's `hidden_states[i]`). `geometry.vocab_size` None: the file names none, the target's counts
+    (`check_pair`). `draft_vocab_size`: rows of its own LM head where they are fewer than the vocabulary, else None.
+    Embedding rows are multiplied by `embedding_scale`, logits by `logit_scale`.
     """
 
     geometry: Geometry
+    layers: tuple[Layer, ...]
     block_size: int
     mask_token_id: int
-    target_layer_ids: tuple[int, ...]
+    hidden_state_indices: tuple[int, ...]
     target_hidden_size: int
+    draft_vocab_size: int | None = None
+    logit_scale: float = 1.0
+    embedding_scale: float = 1.0
     dtype: str
+    format: str = "z-lab"
 
     @property
-    def hidden_state_indices(self) -> tuple[int, ...]:
-        """Indices into the target's hidden states, 0 being the embeddings."""
-        return tuple(i + 1 for i in self.target_layer_ids)
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """The target layers whose outputs are read, by z-lab's convention: -1 for the embeddings."""
+        return tuple(i - 1 for i in self.hidden_state_indices)
 
     @property
     def feature_size(self) -> int:
         """Width of one row of target features: all taps side by side."""
-        return len(self.target_layer_ids) * self.target_hidden_size
+        return len(self.hidden_state_indices) * self.target_hidden_size
 
     @property
     def max_speculative_tokens(self) -> int:
@@ -69,169 +81,239 @@ class TargetConfig:
     eos_token_id: int | None
     dtype: str
 
-
-class _Keys:
-    """A config.json read key by key; every complaint names the file and the key."""
-
-    def __init__(self, raw: dict, source: str):
-        self.raw, self.source = raw, source
-
-    def error(self, what: str) -> InputError:
-        return InputError(f"{self.source}: {what}")
-
-    def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """The value of a dotted key; null means the default; no default makes the key obligatory."""
-        value = self.raw
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        if value is None:
-            if default is None:
-                raise self.error(f"key {key!r} is missing; add it to the configuration")
-            return default
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise self.error(f"key {key!r} is {value!r}, expected {kind.__name__}")
-        return value
-
-    def positive(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, int, default)
-        if value < 1:
-            raise self.error(f"key {key!r} is {value}, expected at least 1")
-        return value
-
-    def refuse(self, key: str, allowed: tuple, why: str):
-        value = self.raw.get(key)
-        if value not in allowed:
-            raise self.error(f"key {key!r} is {value!r}: {why}")
+    @property
+    def vocab_size(self) -> int:
+        """`geometry.vocab_size`, which every target has."""
+        assert self.geometry.vocab_size is not None
+        return self.geometry.vocab_size
 
 
-def _geometry(keys: _Keys) -> Geometry:
+def plain_layers(geometry: Geometry) -> tuple[Layer, ...]:
+    """Layers with full bidirectional attention and plain RoPE of `geometry.rope_theta`: Qwen3-era drafters."""
+    rope = Rope(type="default", theta=geometry.rope_theta, rotary_dim=geometry.head_dim)
+    return (Layer(window=None, causal=False, rope=rope),) * geometry.num_layers
+
+
+def unsupported(config: DraftConfig, tensors: Collection[str] = ()) -> str | None:
+    """What of this drafter is read but not computed yet, or None. `tensors` are the names that its checkpoint stores."""
+    ropes = {layer.rope for layer in config.layers}
+    g = config.geometry
+    found = {
+        "biases in attention (attention_bias)": g.attention_bias,
+        "sliding windows (layer_types)": any(layer.window is not None for layer in config.layers),
+        "causal layers": any(layer.causal for layer in config.layers),
+        "YaRN (rope_type yarn)": any(rope.type != "default" for rope in ropes),
+        "RoPE of a part of the channels (partial_rotary_factor)": any(rope.rotary_dim != g.head_dim for rope in ropes),
+        "RoPE that differs between layers": len(ropes) > 1,
+        "a reduced vocabulary (draft_vocab_size)": config.draft_vocab_size is not None,
+        "a scale of the logits (logit_scale)": config.logit_scale != 1,
+        "a scale of the embedding (embed_scale)": config.embedding_scale != 1,
+        "an embedding of its own (embed_tokens.weight)": "embed_tokens.weight" in tensors,
+        "an LM head of its own (lm_head.weight)": "lm_head.weight" in tensors,
+    }
+    return next((feature for feature, there in found.items() if there), None)
+
+
+def refuse_unsupported(config: DraftConfig, tensors: Collection[str] = (), source: str = "this drafter") -> None:
+    """Raise InputError for a drafter whose function is not computed yet."""
+    if (feature := unsupported(config, tensors)) is not None:
+        raise InputError(f"{source}: the drafter has {feature}, which the forward does not compute yet")
+
+
+def _checked_geometry(keys: Keys, geometry: Geometry) -> Geometry:
+    g = geometry
+    if g.num_layers > forms.MAX_LAYERS:
+        raise keys.error(f"num_hidden_layers={g.num_layers}; expected at most {forms.MAX_LAYERS}")
+    if g.num_heads % g.num_kv_heads:
+        raise keys.error(f"num_attention_heads={g.num_heads} is not a multiple of num_key_value_heads={g.num_kv_heads}")
+    if g.head_dim % 2:
+        raise keys.error(f"head_dim={g.head_dim} is odd; RoPE rotates pairs of channels")
+    return geometry
+
+
+def _head_dim(keys: Keys, hidden_size: int, num_heads: int) -> int:
+    """Where a file has no head_dim."""
+    if keys.find("head_dim")[1] is None and hidden_size % num_heads:
+        raise keys.error(
+            f"key 'head_dim' is missing, and num_attention_heads={num_heads} does not divide hidden_size={hidden_size}"
+        )
+    return max(1, hidden_size // num_heads)
+
+
+def _dtype(keys: Keys, *paths: str) -> str:
+    name = keys.get(paths, str, "bfloat16").removeprefix("torch.")
+    if name not in DTYPE_BYTES:
+        raise keys.error(f"key {keys.find(*paths)[0]!r} is {show(name)}; expected one of {', '.join(DTYPE_BYTES)}")
+    return name
+
+
+def _draft_geometry(keys: FormKeys, yarn_attention: str) -> tuple[Geometry, tuple[Layer, ...]]:
+    hidden_size, num_heads = keys.size("hidden_size"), keys.size("num_attention_heads")
+    geometry = Geometry(
+        hidden_size=hidden_size,
+        num_layers=keys.size("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=keys.size("num_key_value_heads", num_heads),
+        head_dim=keys.size("head_dim", None if keys.form == "speculators" else _head_dim(keys, hidden_size, num_heads)),
+        intermediate_size=keys.size("intermediate_size"),
+        rms_norm_eps=keys.size("rms_norm_eps", kind=float),
+        rope_theta=1.0,
+        vocab_size=keys.size("vocab_size", None),
+        max_position_embeddings=keys.size("max_position_embeddings"),
+        attention_bias=keys.get(keys.places("attention_bias"), bool, False),
+    )
+    _checked_geometry(keys, geometry)
+    layers = forms.layers(
+        keys,
+        num_layers=geometry.num_layers,
+        head_dim=geometry.head_dim,
+        max_positions=geometry.max_position_embeddings,
+        yarn_attention=yarn_attention,
+    )
+    return replace(geometry, rope_theta=layers[0].rope.theta), layers
+
+
+def _draft_config(keys: FormKeys, yarn_attention: str) -> DraftConfig:
+    geometry, layers = _draft_geometry(keys, yarn_attention)
+    vocab_size = geometry.vocab_size
+    draft_vocab_size = keys.positive(keys.outer("draft_vocab_size"), None)
+    if draft_vocab_size is not None and vocab_size is not None and draft_vocab_size > vocab_size:
+        raise keys.error(f"key 'draft_vocab_size' is {draft_vocab_size}, more than vocab_size={vocab_size}")
+    scales = ("embed_scale", "embedding_scale", "input_embedding_scale", "dflash_config.input_embedding_scale")
+    return DraftConfig(
+        geometry=geometry,
+        layers=layers,
+        block_size=forms.block_size(keys),
+        mask_token_id=forms.mask_token_id(keys, vocab_size),
+        hidden_state_indices=forms.hidden_state_indices(keys),
+        target_hidden_size=keys.positive("target_hidden_size", geometry.hidden_size),
+        draft_vocab_size=None if draft_vocab_size == vocab_size else draft_vocab_size,
+        logit_scale=keys.positive(keys.outer("logit_scale"), 1.0, float),
+        embedding_scale=keys.positive(scales, 1.0, float),
+        dtype=_dtype(keys, *keys.outer("dtype"), *keys.outer("torch_dtype")),
+        format=keys.form,
+    )
+
+
+def describe_draft_config(
+    raw: dict, source: str = "config.json", *, yarn_attention: str = "mscale"
+) -> tuple[DraftConfig | None, str | None]:
+    """The record as far as the file gives one, and why the drafter cannot be opened, or None. Raises nothing."""
+    config, reason = None, None
+    try:
+        keys = FormKeys(raw, source)
+        if (refused := forms.refusal(keys)) is not None:
+            reason = str(keys.error(refused))
+        config = _draft_config(keys, yarn_attention)
+    except InputError as error:
+        reason = reason or str(error)
+    return config, reason
+
+
+def parse_draft_config(raw: dict, source: str = "config.json", *, yarn_attention: str = "mscale") -> DraftConfig:
+    """A drafter's configuration in any published form; `source` names the file in errors. Raises InputError.
+
+    `yarn_attention="ignore-mscale"` leaves YaRN's `mscale` and `mscale_all_dim` unread, as some servers do: a factor of
+    1 + 0.1 ln(factor) where the pair says 1. It must be what the drafter was trained with.
+    """
+    config, reason = describe_draft_config(raw, source, yarn_attention=yarn_attention)
+    if config is None or reason is not None:
+        raise InputError(reason)
+    return config
+
+
+def _target_geometry(keys: Keys) -> Geometry:
     hidden_size, num_heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
-    num_kv_heads = keys.positive("num_key_value_heads", num_heads)
-    head_dim = keys.positive("head_dim", hidden_size // num_heads)
-    if num_heads % num_kv_heads:
-        raise keys.error(f"num_attention_heads={num_heads} is not a multiple of num_key_value_heads={num_kv_heads}")
-    if head_dim % 2:
-        raise keys.error(f"head_dim={head_dim} is odd; RoPE rotates pairs of channels")
-    keys.refuse("hidden_act", (None, "silu"), "only silu is supported")
-    keys.refuse("attention_bias", (None, False), "attention biases are not supported")
-    keys.refuse("rope_scaling", (None,), "only plain RoPE is supported")
-    keys.refuse("quantization_config", (None,), "quantised weights are not supported")
-    keys.refuse("use_sliding_window", (None, False), "sliding windows are not supported")
-    for kind in keys.raw.get("layer_types") or ():
+    rope = keys.get("rope_parameters", dict, {})
+    refused = {
+        "hidden_act": (("silu",), "only silu is supported"),
+        "attention_bias": ((False,), "attention biases are not supported"),
+        "rope_scaling": ((), "only plain RoPE is supported"),
+        "rope_parameters.rope_type": (("default",), "only plain RoPE is supported"),
+        "quantization_config": ((), "quantised weights are not supported"),
+        "use_sliding_window": ((False,), "sliding windows are not supported"),
+    }
+    for key, (allowed, why) in refused.items():
+        if (value := keys.find(key)[1]) is not None and value not in allowed:
+            raise keys.error(f"key {key!r} is {show(value)}: {why}")
+    for kind in keys.get("layer_types", list, ()):
         if kind != "full_attention":
-            raise keys.error(f"key 'layer_types' holds {kind!r}; only full_attention is supported")
-    rope = keys.raw.get("rope_parameters") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise keys.error(f"key 'rope_parameters.rope_type' is {rope['rope_type']!r}; only plain RoPE is supported")
-    return Geometry(
+            raise keys.error(f"key 'layer_types' holds {show(kind)}; only full_attention is supported")
+    geometry = Geometry(
         hidden_size=hidden_size,
         num_layers=keys.positive("num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=keys.positive("num_key_value_heads", num_heads),
+        head_dim=keys.positive("head_dim", _head_dim(keys, hidden_size, num_heads)),
         intermediate_size=keys.positive("intermediate_size"),
         rms_norm_eps=keys.get("rms_norm_eps", float),
         rope_theta=keys.get("rope_parameters.rope_theta" if "rope_theta" in rope else "rope_theta", float),
         vocab_size=keys.positive("vocab_size"),
         max_position_embeddings=keys.positive("max_position_embeddings"),
     )
-
-
-def parse_draft_config(raw: dict, source: str = "config.json") -> DraftConfig:
-    """A drafter's configuration in z-lab's form; `source` names the file in errors. Raises InputError."""
-    keys = _Keys(raw, source)
-    if "DFlashDraftModel" not in (raw.get("architectures") or ["DFlashDraftModel"]):
-        raise keys.error(f"key 'architectures' is {raw['architectures']}; expected DFlashDraftModel")
-    geometry = _geometry(keys)
-    block_size = keys.get("block_size", int)
-    if block_size < 2:
-        raise keys.error(f"key 'block_size' is {block_size}; a block is an anchor and at least one draft")
-    mask_token_id = keys.get("dflash_config.mask_token_id", int)
-    if not 0 <= mask_token_id < geometry.vocab_size:
-        raise keys.error(f"mask_token_id={mask_token_id} is outside the vocabulary of {geometry.vocab_size}")
-    ids = keys.get("dflash_config.target_layer_ids", list)
-    num_target_layers = raw.get("num_target_layers")
-    if not ids or any(type(i) is not int or i < 0 for i in ids) or len(set(ids)) < len(ids):
-        raise keys.error(f"target_layer_ids={ids}; expected distinct layer numbers from 0")
-    if num_target_layers is not None and max(ids) >= num_target_layers:
-        raise keys.error(f"target_layer_ids={ids} names a layer past the target's {num_target_layers}")
-    for key in ("attention_sink_bias", "sample_from_anchor", "causal"):
-        if raw["dflash_config"].get(key):
-            raise keys.error(f"key 'dflash_config.{key}' is set, which is not supported")
-    keys.refuse("is_causal", (None, False), "causal drafters are not supported")
-    return DraftConfig(
-        geometry=geometry,
-        block_size=block_size,
-        mask_token_id=mask_token_id,
-        target_layer_ids=tuple(ids),
-        target_hidden_size=keys.positive("target_hidden_size", geometry.hidden_size),
-        dtype=keys.get("dtype", str, "bfloat16"),
-    )
+    return _checked_geometry(keys, geometry)
 
 
 def parse_target_config(raw: dict, source: str = "config.json") -> TargetConfig:
     """A target's configuration in the published Qwen3 form; `source` names the file in errors. Raises InputError."""
-    keys = _Keys(raw, source)
+    keys = Keys(raw, source)
     if raw.get("model_type") != "qwen3":
-        raise keys.error(f"key 'model_type' is {raw.get('model_type')!r}; only qwen3 targets are supported")
+        raise keys.error(f"key 'model_type' is {show(raw.get('model_type'))}; only qwen3 targets are supported")
     return TargetConfig(
-        geometry=_geometry(keys),
+        geometry=_target_geometry(keys),
         tie_word_embeddings=keys.get("tie_word_embeddings", bool, False),
         eos_token_id=raw.get("eos_token_id"),
         dtype=keys.get("dtype", str, "bfloat16"),
     )
 
 
-def read_json(path: Path) -> dict:
-    """A JSON object from a file. Raises InputError naming the file."""
-    try:
-        raw = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise InputError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(raw).__name__}")
-    return raw
-
-
-def _read_config(directory: Path) -> tuple[dict, str]:
+def config_path(directory: str | Path) -> Path:
+    """The config.json of a checkpoint folder. Raises InputError."""
+    directory = Path(directory)
     if not directory.is_dir():
         raise InputError(f"{directory}: no such directory; pass a folder with config.json and model.safetensors")
-    path = directory / "config.json"
-    return read_json(path), str(path)
+    return directory / "config.json"
 
 
-def load_draft_config(directory: str | Path) -> DraftConfig:
+def load_draft_config(directory: str | Path, *, yarn_attention: str = "mscale") -> DraftConfig:
     """`parse_draft_config` of a checkpoint folder's config.json."""
-    return parse_draft_config(*_read_config(Path(directory)))
+    path = config_path(directory)
+    return parse_draft_config(read_json(path), str(path), yarn_attention=yarn_attention)
 
 
 def load_target_config(directory: str | Path) -> TargetConfig:
     """`parse_target_config` of a checkpoint folder's config.json."""
-    return parse_target_config(*_read_config(Path(directory)))
+    path = config_path(directory)
+    return parse_target_config(read_json(path), str(path))
 
 
-def check_pair(draft: DraftConfig, target: TargetConfig) -> None:
-    """Refuse a drafter that was not made for this target: widths, layers, vocabulary. Raises InputError."""
-    if draft.target_hidden_size != target.geometry.hidden_size:
+def check_pair(draft: DraftConfig, target: TargetConfig, tensors: Collection[str] = ()) -> DraftConfig:
+    """Refuse a drafter that was not made for this target: widths, layers, vocabulary. Raises InputError.
+
+    Returns the drafter with the target's vocabulary where its file names none. `tensors` are the names that its
+    checkpoint stores: one with both tables of its own need not have the target's width.
+    """
+    g = target.geometry
+    if draft.target_hidden_size != g.hidden_size:
         raise InputError(
             f"the drafter reads target features of width {draft.target_hidden_size}, "
-            f"the target's hidden_size is {target.geometry.hidden_size}; pass the pair that belongs together"
+            f"the target's hidden_size is {g.hidden_size}; pass the pair that belongs together"
         )
-    if max(draft.target_layer_ids) >= target.geometry.num_layers:
+    if max(draft.hidden_state_indices) > g.num_layers:
         raise InputError(
-            f"target_layer_ids={list(draft.target_layer_ids)} names a layer past the target's "
-            f"{target.geometry.num_layers}; pass the pair that belongs together"
+            f"the drafter reads hidden states {list(draft.hidden_state_indices)}, past the target's {g.num_layers} layers; "
+            "pass the pair that belongs together"
         )
-    if draft.geometry.hidden_size != target.geometry.hidden_size:
+    own_tables = {"embed_tokens.weight", "lm_head.weight"} <= set(tensors)
+    if draft.geometry.hidden_size != g.hidden_size and not own_tables:
         raise InputError(
             f"the drafter's hidden_size {draft.geometry.hidden_size} does not fit the target's embedding and LM head "
-            f"of width {target.geometry.hidden_size}, which it shares"
+            f"of width {g.hidden_size}, which it shares"
         )
-    if not 0 <= draft.mask_token_id < target.geometry.vocab_size:
+    if not 0 <= draft.mask_token_id < target.vocab_size:
         raise InputError(
-            f"mask_token_id={draft.mask_token_id} is outside the target's vocabulary of {target.geometry.vocab_size}"
+            f"mask_token_id={draft.mask_token_id} is outside the target's vocabulary of {target.vocab_size}"
         )
+    if draft.geometry.vocab_size is None:
+        return replace(draft, geometry=replace(draft.geometry, vocab_size=target.vocab_size))
+    return draft

@@ -13,13 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jax_dflash.config import DraftConfig, load_draft_config
+from jax_dflash.config import DraftConfig, load_draft_config, refuse_unsupported
 from jax_dflash.layers import LayerWeights, Pool, apply_rope, decoder_layer, rms_norm, rope_table
 from jax_dflash.modules import DecoderLayer, Weight, from_tensors, tensors
-from jax_dflash.names import draft_tensors
 from jax_dflash.numerics import accum_einsum, linear
 from jax_dflash.taps import TapCall, no_taps
-from jax_dflash.weights import load_tensors, pack_layers, unpack_layers
+from jax_dflash.weights import load_draft_tensors, pack_layers, unpack_layers
 
 Attend = Callable[[Pool, int, Array, Array, Array], tuple[Pool, Array]]
 
@@ -38,7 +37,10 @@ class Drafter(nnx.Module):
 def load_drafter(directory: str | Path, dtype: jnp.dtype | None = None) -> tuple[DraftConfig, Drafter]:
     """A published checkpoint folder; tensors as stored, or converted to `dtype`. Raises InputError."""
     config = load_draft_config(directory)
-    return config, from_tensors(Drafter, config, load_tensors(directory, draft_tensors(config), dtype))
+    refuse_unsupported(config, source=str(directory))
+    values = load_draft_tensors(directory, config, dtype)
+    refuse_unsupported(config, values, str(directory))
+    return config, from_tensors(Drafter, config, values)
 
 
 class DraftWeights(NamedTuple):
@@ -58,6 +60,7 @@ def pack(
     values: dict[str, Array], config: DraftConfig, embed_tokens: Array, lm_head: Array, shards: int = 1
 ) -> DraftWeights:
     """The canonical tree (checkpoint names) and the target's embedding and head as the few arrays that programs take."""
+    refuse_unsupported(config)
     layers = range(config.geometry.num_layers)
     kv = [values[f"layers.{i}.self_attn.{p}_proj.weight"] for i in layers for p in "kv"]
     return DraftWeights(

@@ -1,12 +1,43 @@
-"""The tensors of a checkpoint: names and shapes in the published form. Plain Python: both frameworks read it."""
+"""The tensors of a checkpoint: canonical names and shapes, and the published spellings of them. Plain Python: both
+frameworks read it.
+
+A drafter's canonical names are z-lab's, torch layout [out, in], each projection apart; with biases, `embed_tokens.weight`,
+`lm_head.weight` and `d2t` where a checkpoint has them.
+"""
 
 import json
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from jax_dflash.config import DraftConfig, Geometry, InputError, TargetConfig, read_json
+import numpy as np
+
+from jax_dflash.config import DraftConfig, Geometry, TargetConfig
+from jax_dflash.keys import InputError, show_name
+from jax_dflash.stored import FLOAT_KINDS, INT_KINDS, Source, Stored, stored_tensors
 
 Shapes = dict[str, tuple[int, ...]]
+
+SPELLINGS = (
+    ("model.", ""),
+    ("encoder.fc.", "fc."),
+    ("encoder.output_norm_enc.", "hidden_norm."),
+    ("midlayer.", "layers.0."),
+)
+IGNORED = re.compile(r"(t2d|verifier_[^.]+(\.weight)?)")  # the inverse of d2t, and copies of the target's
+FUSED = re.compile(r"(layers\.\d+\.self_attn\.)qkv_proj\.(weight|bias)")
+# Tensors without which a drafter is another function, and a file that is the same.
+GATES = {
+    "g_proj": "a gate on attention",
+    "aux_hidden_norms": "norms of the target's hidden states",
+    "attention_sink_bias": "sinks in the softmax",
+    "_conv.": "DFlash 2's convolutions",
+    "candidate_selector": "DFlash 2's selector",
+    "mask_hidden": "a mask row of its own",
+    "mask_embedding": "a mask row of its own",
+}
+MASK_FILE = "mask_embedding.pt"
 
 
 def _layer_tensors(geometry: Geometry, prefix: str) -> Shapes:
@@ -25,6 +56,8 @@ def _layer_tensors(geometry: Geometry, prefix: str) -> Shapes:
         "mlp.up_proj.weight": (F, D),
         "mlp.down_proj.weight": (D, F),
     }
+    if geometry.attention_bias:
+        one_layer |= {f"self_attn.{p}_proj.bias": one_layer[f"self_attn.{p}_proj.weight"][:1] for p in "qkvo"}
     return {
         f"{prefix}layers.{layer}.{name}": shape
         for layer in range(geometry.num_layers)
@@ -33,7 +66,7 @@ def _layer_tensors(geometry: Geometry, prefix: str) -> Shapes:
 
 
 def draft_tensors(config: DraftConfig) -> Shapes:
-    """Every tensor of a z-lab drafter, torch layout [out, in]: 11 per layer and 3."""
+    """What every checkpoint of a drafter holds: 3 tensors and 11 per layer, 15 with biases."""
     D = config.geometry.hidden_size
     return {
         "fc.weight": (D, config.feature_size),
@@ -43,9 +76,21 @@ def draft_tensors(config: DraftConfig) -> Shapes:
     }
 
 
+def vocabulary_tensors(config: DraftConfig) -> tuple[Shapes, Shapes]:
+    """The tables of tokens that a drafter must bring, and those that it may: without them the target's serve.
+
+    `d2t` holds offsets: draft id i is the target's token i + d2t[i].
+    """
+    D, V, reduced = config.geometry.hidden_size, config.geometry.vocab_size, config.draft_vocab_size
+    embedding: Shapes = {} if V is None else {"embed_tokens.weight": (V, D)}
+    if reduced is not None:
+        return {"lm_head.weight": (reduced, D), "d2t": (reduced,)}, embedding
+    return {}, embedding | ({} if V is None else {"lm_head.weight": (V, D)})
+
+
 def target_tensors(config: TargetConfig) -> Shapes:
     """Every tensor of a Qwen3 target; a tied one has no LM head of its own."""
-    D, V = config.geometry.hidden_size, config.geometry.vocab_size
+    D, V = config.geometry.hidden_size, config.vocab_size
     head = {} if config.tie_word_embeddings else {"lm_head.weight": (V, D)}
     return {
         "model.embed_tokens.weight": (V, D),
@@ -55,43 +100,116 @@ def target_tensors(config: TargetConfig) -> Shapes:
     }
 
 
-def checkpoint_files(directory: str | Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder, by its index or the one `model.safetensors`. Raises InputError."""
-    directory = Path(directory)
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise InputError(f"{index}: no weight_map; expected tensor names and their files")
-        names = sorted(set(weight_map.values()))
-        if bad := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
-            raise InputError(f"{index}: weight_map names {bad[0]!r}; expected files of the same folder")
-        files = [directory / name for name in names]
-    else:
-        files = [directory / "model.safetensors"]
-    for file in files:
-        if not file.is_file():
-            raise InputError(f"{file}: no such file; a checkpoint is config.json and model.safetensors")
-    return files
+def canonical(name: str) -> str:
+    """A published spelling of a drafter's tensor as its canonical name."""
+    for spelling, plain in SPELLINGS:
+        if name.startswith(spelling):
+            name = plain + name.removeprefix(spelling)
+    return name
 
 
-def check_tensors(found: Iterable[tuple[str, str, tuple[int, ...]]], expected: Shapes) -> None:
-    """Compare (file, name, shape) of every stored tensor with the table; each fault is an InputError naming it."""
-    seen: dict[str, str] = {}
-    unclaimed = []
-    for file, name, shape in found:
-        if name in seen:
-            raise InputError(f"{file}: tensor {name} is duplicate, it also stands in {seen[name]}")
-        seen[name] = file
-        if name not in expected:
-            unclaimed.append(name)
-        elif tuple(shape) != expected[name]:
-            raise InputError(f"{file}: tensor {name} has shape {list(shape)}, expected {list(expected[name])}")
-    if unclaimed:
-        raise InputError(f"{seen[unclaimed[0]]}: {len(unclaimed)} unclaimed tensor(s): {', '.join(unclaimed[:8])}")
-    if missing := [name for name in expected if name not in seen]:
-        where = next(iter(seen.values()), "checkpoint")
-        raise InputError(f"{where}: {len(missing)} missing tensor(s): {', '.join(missing[:8])}")
+@dataclass
+class Match:
+    """How stored tensors fit a table: where each canonical tensor comes from, and what does not fit."""
+
+    sources: dict[str, Source] = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+    unclaimed: list[Stored] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def problems(self) -> list[str]:
+        """One line for each kind of fault, the most telling first."""
+        lines = list(self.faults)
+        if self.unclaimed:
+            first = self.unclaimed[0]
+            why = next((why for part, why in GATES.items() if part in first.name), None)
+            note = f"; {show_name(first.name)} is {why}: without it this would be another function" if why else ""
+            lines.append(f"{first.file}: {len(self.unclaimed)} unclaimed tensor(s): {self.names(self.unclaimed)}{note}")
+        if self.missing:
+            where = next((source.stored.file for source in self.sources.values()), "checkpoint")
+            lines.append(f"{where}: {len(self.missing)} missing tensor(s): {', '.join(self.missing[:8])}")
+        return lines
+
+    @staticmethod
+    def names(stored: list[Stored]) -> str:
+        return ", ".join(show_name(tensor.name) for tensor in stored[:8])
+
+    def checked(self) -> dict[str, Source]:
+        """The sources. Raises InputError with the first problem."""
+        if self.problems:
+            raise InputError(self.problems[0])
+        return self.sources
+
+
+def match(stored: Iterable[Stored], expected: Shapes, optional: Shapes | None = None) -> Match:
+    """Find each tensor of the tables among the stored ones. With `optional`, even an empty one, a drafter's spellings are
+    understood: prefixes, fused projections, and copies of the target's that are left alone."""
+    result, table = Match(), expected | (optional or {})
+    found: dict[str, Source] = {}
+    for tensor in stored:
+        name = tensor.name if optional is None or tensor.name in table else canonical(tensor.name)
+        parts, fused = [name], FUSED.fullmatch(name)
+        if optional is not None and fused is not None:
+            parts = [f"{fused[1]}{p}_proj.{fused[2]}" for p in "qkv"]
+        if any(part not in table for part in parts):
+            if optional is None or not IGNORED.fullmatch(name):
+                result.unclaimed.append(tensor)
+            continue
+        shape = (sum(table[part][0] for part in parts), *table[parts[0]][1:])
+        if (fault := _fault(tensor, name, shape)) is not None:
+            result.faults.append(fault)
+        if (twin := next((found[part].stored for part in parts if part in found), None)) is not None:
+            also = "" if twin.name == tensor.name else f" as {show_name(twin.name)}"
+            told = f"{tensor.file}: tensor {show_name(tensor.name)} is duplicate"
+            result.faults.append(f"{told}, it also stands in {twin.file}{also}")
+        row = 0
+        for part in parts:
+            rows = (row, row + table[part][0]) if len(parts) > 1 else None
+            found.setdefault(part, Source(tensor, rows))
+            row += table[part][0]
+    result.sources = {name: found[name] for name in table if name in found}
+    result.missing = [name for name in expected if name not in found]
+    return result
+
+
+def _fault(tensor: Stored, name: str, shape: tuple[int, ...]) -> str | None:
+    told = f"{tensor.file}: tensor {show_name(tensor.name)}"
+    if name == "d2t":
+        if tensor.kind not in INT_KINDS:
+            return f"{told} is stored as {tensor.kind}, expected one of {tuple(INT_KINDS)}"
+    elif tensor.kind not in FLOAT_KINDS:
+        return (
+            f"{told} is stored as {tensor.kind}, expected one of {tuple(FLOAT_KINDS)}; quantised ones are not supported"
+        )
+    if tensor.shape != shape:
+        return f"{told} has shape {list(tensor.shape)}, expected {list(shape)}"
+    return None
+
+
+def match_draft(directory: str | Path, config: DraftConfig) -> Match:
+    """`match` of a drafter's checkpoint folder. Raises InputError for a folder that cannot be read."""
+    required, optional = vocabulary_tensors(config)
+    result = match(stored_tensors(directory), draft_tensors(config) | required, optional)
+    if (Path(directory) / MASK_FILE).exists():
+        result.faults.append(
+            f"{Path(directory) / MASK_FILE}: {GATES['mask_embedding']}, and a pickle: it is never opened, and without it "
+            "this would be another function"
+        )
+    return result
+
+
+def checked_d2t(source: Source, vocab_size: int | None) -> np.ndarray:
+    """Offsets of a reduced vocabulary as int32: the tokens i + d2t[i] are distinct and in the vocabulary. Raises
+    InputError."""
+    offsets = source.read().view(source.stored.dtype)
+    ids = np.arange(len(offsets)) + offsets
+    limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+    if ids.min() < 0 or ids.max() >= limit or len(np.unique(ids)) < len(ids):
+        raise InputError(
+            f"{source.stored.file}: d2t holds offsets whose tokens i + d2t[i] are not distinct and below {limit}"
+        )
+    return offsets.astype(np.int32)
 
 
 def write_config(directory: Path, raw: dict) -> None:

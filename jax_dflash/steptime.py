@@ -12,6 +12,7 @@ import numpy as np
 
 from jax_dflash.batch import TargetStep
 from jax_dflash.buckets import GraphMode
+from jax_dflash.config import check_pair
 
 
 def time_buckets(engine, device_features: Callable[[np.ndarray], object], *, context: int, steps: int) -> list[dict]:
@@ -72,6 +73,7 @@ def _jax_engine(job: dict):
     dtype = as_dtype(job["dtype"])
     config, drafter = load_drafter(job["checkpoint"], dtype)
     target_config, target = load_target(job["target"], dtype)
+    config = check_pair(config, target_config)
     shared = pack_target(target, target_config)
     engine = DraftEngine(config, pack_drafter(drafter, config, shared.embed_tokens, shared.lm_head), **job["engine"])
     with compile_cache(job["compile_cache"]):
@@ -89,6 +91,7 @@ def _torch_engine(job: dict, mode: str):
     dtype, device = as_dtype(job["dtype"]), {"cpu": "cpu", "gpu": "cuda"}[job["device"]]
     config, drafter = load_drafter(job["checkpoint"], dtype, device)
     target_config, target = load_target(job["target"], dtype, device)
+    config = check_pair(config, target_config)
     shared = pack_target(target, target_config)
     weights = pack_drafter(drafter, config, shared.embed_tokens, shared.lm_head)
     engine = DraftEngine(config, weights, mode=mode, **job["engine"])

@@ -30,7 +30,7 @@ from jax_dflash.weights import load_tensors, pack_layers
 class Decoder(nnx.Module):
     def __init__(self, config: TargetConfig, **kw):
         g = config.geometry
-        self.embed_tokens = Weight(g.vocab_size, g.hidden_size, **kw)
+        self.embed_tokens = Weight(config.vocab_size, g.hidden_size, **kw)
         self.layers = nnx.List([DecoderLayer(g, **kw) for _ in range(g.num_layers)])
         self.norm = Weight(g.hidden_size, **kw)
 
@@ -41,7 +41,7 @@ class Target(nnx.Module):
     def __init__(self, config: TargetConfig, *, rngs: nnx.Rngs, dtype: jnp.dtype):
         self.model = Decoder(config, rngs=rngs, dtype=dtype)
         if not config.tie_word_embeddings:
-            self.lm_head = Weight(config.geometry.vocab_size, config.geometry.hidden_size, rngs=rngs, dtype=dtype)
+            self.lm_head = Weight(config.vocab_size, config.geometry.hidden_size, rngs=rngs, dtype=dtype)
 
 
 def load_target(directory: str | Path, dtype: jnp.dtype | None = None) -> tuple[TargetConfig, Target]:

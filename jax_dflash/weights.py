@@ -3,36 +3,43 @@
 import os
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
-from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from jax_dflash.config import Geometry, InputError
+from jax_dflash.config import DraftConfig, Geometry
 from jax_dflash.layers import LayerWeights
-from jax_dflash.names import Shapes, check_tensors, checkpoint_files
-
-FLOAT_KINDS = ("BF16", "F16", "F32", "F64")
+from jax_dflash.names import Shapes, checked_d2t, match, match_draft
+from jax_dflash.stored import Source, read_tensors, stored_tensors
 
 
 def load_tensors(directory: str | Path, expected: Shapes, dtype: jnp.dtype | None = None) -> dict[str, Array]:
     """All tensors of a checkpoint, as stored or converted to `dtype`; faults are InputErrors naming file and tensor."""
-    found, values = [], {}
-    for file in checkpoint_files(directory):
-        try:
-            with safe_open(file, framework="flax") as handle:
-                slices = {name: handle.get_slice(name) for name in handle.keys()}
-                found += [(str(file), name, tuple(s.get_shape())) for name, s in slices.items()]
-                for name in expected.keys() & slices.keys():
-                    if (kind := slices[name].get_dtype()) not in FLOAT_KINDS:
-                        raise InputError(f"{file}: tensor {name} is stored as {kind}, expected one of {FLOAT_KINDS}")
-                    if tuple(slices[name].get_shape()) == expected[name]:
-                        value = handle.get_tensor(name)
-                        values[name] = value if dtype is None else value.astype(dtype)
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{file}: not a readable safetensors file ({error})") from None
-    check_tensors(found, expected)
-    return {name: values[name] for name in expected}
+    return _read(match(stored_tensors(directory), expected).checked(), dtype)
+
+
+def load_draft_tensors(directory: str | Path, config: DraftConfig, dtype: jnp.dtype | None = None) -> dict[str, Array]:
+    """A drafter's tensors under their canonical names, however the checkpoint spells them, with the tables of tokens that
+    it brings (`d2t` as int32). Raises InputError."""
+    sources = match_draft(directory, config).checked()
+    d2t = sources.pop("d2t", None)
+    values = _read(sources, dtype)
+    if d2t is not None:
+        values["d2t"] = jnp.asarray(checked_d2t(d2t, config.geometry.vocab_size))
+    return values
+
+
+def _read(sources: dict[str, Source], dtype: jnp.dtype | None) -> dict[str, Array]:
+    """Each tensor waited for, so that no more than one is held twice. On a CPU `device_put` takes the bytes as they lie
+    (`jnp.asarray` holds three copies of them for a while)."""
+
+    def convert(raw: np.ndarray, kind: str, shape: tuple[int, ...]) -> Array:
+        value = jax.device_put(raw.view(kind).reshape(shape))
+        return (value if dtype is None else value.astype(dtype)).block_until_ready()
+
+    return read_tensors(sources, convert)
 
 
 def save_tensors(directory: str | Path, values: dict[str, Array]) -> None:

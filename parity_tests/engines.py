@@ -16,13 +16,9 @@ import torch_ref.engine
 from jax_dflash.batch import TargetStep
 from jax_dflash.buckets import BucketLadder
 from parity_tests.test_torch_engine import with_bodies
-from parity_tests.tiny import DRAFT, FRAMEWORKS, GEOMETRY, draft_weights, numpy
+from parity_tests.tiny import FRAMEWORKS, draft_weights, numpy, resized
 
-CONFIG = replace(
-    DRAFT,
-    geometry=replace(GEOMETRY, num_layers=2, vocab_size=101, max_position_embeddings=512),
-    mask_token_id=99,
-)
+CONFIG = replace(resized(num_layers=2, vocab_size=101, max_position_embeddings=512), mask_token_id=99)
 
 
 class Limits(NamedTuple):

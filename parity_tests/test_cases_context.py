@@ -33,7 +33,7 @@ from parity_tests.engines import (
     weights_of,
 )
 from parity_tests.test_forward import run_python
-from parity_tests.tiny import FRAMEWORKS, TARGET, draft_weights, numpy, random_values, relative_rmse
+from parity_tests.tiny import FRAMEWORKS, TARGET, draft_weights, numpy, random_values, relative_rmse, resized
 
 __all__ = ["one_thread"]
 K = LIMITS.num_speculative_tokens
@@ -229,10 +229,8 @@ def test_padded_rows_of_a_later_step_change_nothing(kind):
 
 
 BIG = replace(
-    CONFIG,
-    geometry=replace(
-        CONFIG.geometry, num_layers=5, num_heads=4, num_kv_heads=4, head_dim=128, max_position_embeddings=131_091
-    ),
+    resized(num_layers=5, num_heads=4, num_kv_heads=4, head_dim=128, vocab_size=101, max_position_embeddings=131_091),
+    mask_token_id=99,
     block_size=16,
 )
 

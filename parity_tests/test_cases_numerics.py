@@ -13,7 +13,7 @@ from jax_dflash.config import Geometry, TargetConfig
 from jax_dflash.names import draft_tensors, target_tensors
 from jax_dflash.numerics import COMPILER_OPTIONS
 from parity_tests.engines import CONFIG, jax_programs, make_engine, needs_gpu, one_thread, step_for
-from parity_tests.tiny import DRAFT, FRAMEWORKS, GEOMETRY, draft_weights, numpy, random_values
+from parity_tests.tiny import DRAFT, FRAMEWORKS, GEOMETRY, draft_weights, numpy, random_values, resized
 from torch_ref.numerics import pin_numerics, to_device
 
 __all__ = ["one_thread"]
@@ -156,8 +156,8 @@ def test_plain_frequencies(f, theta, head_dim):
 def test_context_and_query_k_are_equal_bit_for_bit(f):
     """C23: two code paths for the K norm or RoPE. The rows are whole numbers, whose products are exact in any order, so
     that nothing but the paths can differ; norms before the projection are 1 on rows of mean square 1."""
-    geometry = replace(GEOMETRY, rms_norm_eps=0.0)
-    config = replace(DRAFT, geometry=geometry)
+    config = resized(rms_norm_eps=0.0)
+    geometry = config.geometry
     values = {n: np.sign(v) if v.ndim == 2 else v for n, v in random_values(draft_tensors(config)).items()}
     values["hidden_norm.weight"][:] = 1
     for layer in range(geometry.num_layers):
@@ -261,7 +261,7 @@ def test_every_tap_is_the_output_of_its_layer(f):
     for layer in range(4):
         values[f"model.layers.{layer}.self_attn.o_proj.weight"][:] = 0
         values[f"model.layers.{layer}.mlp.down_proj.weight"][:] = 10**layer / 0.7310585786  # silu(1)
-    ids = (0, 1, 2, 3)
+    draft = replace(DRAFT, hidden_state_indices=(1, 2, 3, 4))
 
     def run(weights, tokens, positions, taps):
         attend = lambda pool, layer, q, k, v: (pool, q)  # noqa: E731
@@ -270,7 +270,7 @@ def test_every_tap_is_the_output_of_its_layer(f):
 
     weights = f.target.pack(f.tree(values), config)
     args = weights, f.ints([[0]]), f.ints([[0]])
-    taps = replace(DRAFT, target_layer_ids=ids).hidden_state_indices
+    taps, ids = draft.hidden_state_indices, draft.target_layer_ids
     outputs, inputs = (numpy(f.run(lambda *a, t=t: run(*a, t), *args))[0, 0] - 1 for t in (taps, ids))
     np.testing.assert_allclose(outputs, [1, 11, 111, 1111], rtol=1e-6)
     np.testing.assert_allclose(inputs, [0, 1, 11, 111], rtol=1e-6, atol=1e-6)
@@ -281,7 +281,9 @@ def test_features_of_another_width_are_refused(kind):
     """C06: fc fed with two taps of three, stated as 46 against 69; reshaped or padded it would run."""
     engine = make_engine(kind)
     engine.add_request(0)
-    with pytest.raises(Exception, match=r"features have shape \[4, 46\], expected \[rows, 69\]: 3 target_layer_ids x"):
+    with pytest.raises(
+        Exception, match=r"features have shape \[4, 46\], expected \[rows, 69\]: 3 hidden states x width 23"
+    ):
         engine.propose(step_for([0], 4), np.zeros((4, 46), np.float32))
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 from jax_dflash.batch import TargetStep
 from jax_dflash.buckets import BucketLadder
-from jax_dflash.config import DraftConfig, Geometry, InputError
+from jax_dflash.config import DraftConfig, Geometry, InputError, plain_layers
 from jax_dflash.draft_step import DraftState
 from jax_dflash.drafter import Drafter, pack_drafter
 from jax_dflash.engine import DraftEngine
@@ -23,8 +23,9 @@ GEOMETRY = Geometry(
     rope_theta=1e4, vocab_size=61, max_position_embeddings=128,
 )  # fmt: skip
 CONFIG = DraftConfig(
-    geometry=GEOMETRY, block_size=8, mask_token_id=60, target_layer_ids=(0, 2), target_hidden_size=24, dtype="float32"
-)
+    geometry=GEOMETRY, layers=plain_layers(GEOMETRY), block_size=8, mask_token_id=60, hidden_state_indices=(1, 3),
+    target_hidden_size=24, dtype="float32",
+)  # fmt: skip
 K, R, LEN, PAGE = 3, 5, 64, 4
 
 
@@ -235,7 +236,7 @@ def test_device_features_at_a_row_bucket(engine, weights, compiled):
     )
     with pytest.raises(InputError, match=r"device have 10 rows for 10; pad them .* to 4 or one of \[16, 32, 48\]"):
         ours.propose(step_for([0], 10), jax.device_put(rows))
-    with pytest.raises(InputError, match=r"expected \[rows, 48\]: 2 target_layer_ids x width 24"):
+    with pytest.raises(InputError, match=r"expected \[rows, 48\]: 2 hidden states x width 24"):
         ours.propose(step_for([0], 10), features(10)[:, :24])
     with pytest.raises(InputError, match="features have 9 rows, the step's num_context add up to 10"):
         ours.propose(step_for([0], 10), rows[:9])

@@ -11,9 +11,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jax_dflash.config import Geometry, TargetConfig
+from jax_dflash import cli
+from jax_dflash.config import Geometry, TargetConfig, parse_draft_config
 from jax_dflash.names import draft_tensors, target_tensors
-from parity_tests.tiny import DRAFT, FRAMEWORKS, GEOMETRY, draft_weights, forward, numpy, random_values, relative_rmse
+from parity_tests.tiny import (
+    DRAFT,
+    FRAMEWORKS,
+    GEOMETRY,
+    draft_weights,
+    forward,
+    numpy,
+    random_values,
+    relative_rmse,
+    resized,
+)
 
 ROOT = Path(__file__).parents[1]
 
@@ -78,9 +89,7 @@ def test_greedy_takes_the_lowest_id_of_a_tie(f):
 
 def test_context_k_norm_is_per_layer(f):
     """Every layer normalised by layer 0's weight."""
-    config = replace(
-        DRAFT, geometry=replace(GEOMETRY, num_layers=2, num_kv_heads=1, head_dim=2, hidden_size=2, rms_norm_eps=0.0)
-    )
+    config = resized(num_layers=2, num_kv_heads=1, head_dim=2, hidden_size=2, rms_norm_eps=0.0)
     project = np.array([[3.0, 0.0], [0.0, 4.0]], np.float32)  # from [1, 1], which a norm without epsilon leaves alone
     rows = np.concatenate([project] * 4)
     weights = draft_weights(f, config)._replace(
@@ -161,7 +170,9 @@ def test_features_are_hidden_states_after_the_named_layers(f):
     for layer in range(4):
         values[f"model.layers.{layer}.self_attn.o_proj.weight"][:] = 0
         values[f"model.layers.{layer}.mlp.down_proj.weight"][:] = 10**layer / 0.7310585786  # silu(1)
-    taps = replace(DRAFT, target_layer_ids=(0, 2)).hidden_state_indices
+    raw = json.loads((cli.ASSETS / "builtin" / "drafter" / "config.json").read_text())
+    raw["dflash_config"]["target_layer_ids"] = [0, 2]
+    taps = parse_draft_config(raw).hidden_state_indices
     assert taps == (1, 3)
 
     def run(weights, ids, positions):
@@ -232,7 +243,7 @@ def test_pack_and_unpack_are_inverse(f):
 def test_pack_for_two_shards():
     """Fused rows that an even split over two devices cuts in the wrong place."""
     f = FRAMEWORKS["jax"]
-    config = replace(DRAFT, geometry=replace(GEOMETRY, num_heads=4, num_kv_heads=2, intermediate_size=6))
+    config = resized(num_heads=4, num_kv_heads=2, intermediate_size=6)
     values = random_values(draft_tensors(config))
     table = f.floats(np.zeros((2, GEOMETRY.hidden_size)))
     pack = partial(f.drafter.pack, f.tree(values), config, table, table)

@@ -24,7 +24,12 @@ def test_only_numerics_names_float_dtypes(package):
     assert found == []
 
 
-@pytest.mark.parametrize("module", ["", ".config", ".names", ".buckets", ".taps", ".batch", ".excerpts"])
+PLAIN = (
+    "config keys checkpoint_forms names stored roofline buckets taps batch excerpts inspect cli".split()
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("module", ["", *(f".{name}" for name in PLAIN)])
 def test_plain_modules_import_no_framework(module):
     """Would catch: a module shared by both frameworks that brings one of them along."""
     code = f"import sys, jax_dflash{module}; print([m for m in ('jax', 'torch', 'flax') if m in sys.modules])"

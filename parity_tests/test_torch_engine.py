@@ -13,7 +13,7 @@ from jax_dflash.batch import TargetStep
 from jax_dflash.buckets import BucketLadder, GraphMode
 from jax_dflash.config import InputError
 from jax_dflash.taps import tap_table
-from parity_tests.tiny import DRAFT, FRAMEWORKS, GEOMETRY, draft_weights, numpy
+from parity_tests.tiny import DRAFT, FRAMEWORKS, GEOMETRY, draft_weights, numpy, resized
 from torch_ref.attention.dense import attention
 from torch_ref.cuda_graphs import CudaGraphs
 from torch_ref.engine import DraftEngine
@@ -29,11 +29,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an N
 
 
 # Sizes that the GPU's fused attention takes; the others run its plain fallback.
-EVEN = replace(
-    DRAFT,
-    geometry=replace(DRAFT.geometry, hidden_size=64, head_dim=64, intermediate_size=96),
-    target_hidden_size=64,
-)
+EVEN = replace(resized(hidden_size=64, head_dim=64, intermediate_size=96), target_hidden_size=64)
 
 
 def torch_engine(device="cpu", config=DRAFT, **changes) -> DraftEngine:

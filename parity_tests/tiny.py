@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import torch_ref.kv_cache
-from jax_dflash.config import DraftConfig, Geometry, TargetConfig
+from jax_dflash.config import DraftConfig, Geometry, TargetConfig, plain_layers
 from jax_dflash.names import draft_tensors, target_tensors
 
 GEOMETRY = Geometry(
@@ -24,9 +24,10 @@ GEOMETRY = Geometry(
 )  # fmt: skip
 DRAFT = DraftConfig(
     geometry=GEOMETRY,
+    layers=plain_layers(GEOMETRY),
     block_size=7,
     mask_token_id=59,
-    target_layer_ids=(0, 2, 4),
+    hidden_state_indices=(1, 3, 5),
     target_hidden_size=23,
     dtype="float32",
 )
@@ -36,6 +37,12 @@ TARGET = TargetConfig(
     eos_token_id=None,
     dtype="float32",
 )
+
+
+def resized(**sizes) -> DraftConfig:
+    """DRAFT with other sizes of its layers."""
+    geometry = replace(GEOMETRY, **sizes)
+    return replace(DRAFT, geometry=geometry, layers=plain_layers(geometry))
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from jax_dflash.config import DraftConfig, load_draft_config
-from jax_dflash.names import draft_tensors
+from jax_dflash.config import DraftConfig, load_draft_config, refuse_unsupported
 from jax_dflash.taps import TapCall, no_taps
 from torch_ref.layers import LayerWeights, Pool, apply_rope, decoder_layer, rms_norm, rope_table
 from torch_ref.modules import DecoderLayer, Weight, from_tensors, tensors
 from torch_ref.numerics import accum_linear, linear
-from torch_ref.weights import load_tensors, pack_layers, unpack_layers
+from torch_ref.weights import load_draft_tensors, pack_layers, unpack_layers
 
 Attend = Callable[[Pool, int, Tensor, Tensor, Tensor], tuple[Pool, Tensor]]
 
@@ -40,7 +39,10 @@ def load_drafter(
 ) -> tuple[DraftConfig, Drafter]:
     """A published checkpoint folder; tensors as stored, or converted to `dtype`. Raises InputError."""
     config = load_draft_config(directory)
-    return config, from_tensors(Drafter, config, load_tensors(directory, draft_tensors(config), dtype, device))
+    refuse_unsupported(config, source=str(directory))
+    values = load_draft_tensors(directory, config, dtype, device)
+    refuse_unsupported(config, values, str(directory))
+    return config, from_tensors(Drafter, config, values)
 
 
 class DraftWeights(NamedTuple):
@@ -58,6 +60,7 @@ class DraftWeights(NamedTuple):
 
 def pack(values: dict[str, Tensor], config: DraftConfig, embed_tokens: Tensor, lm_head: Tensor) -> DraftWeights:
     """The canonical tree (checkpoint names) and the target's embedding and head as the few arrays that a step takes."""
+    refuse_unsupported(config)
     layers = range(config.geometry.num_layers)
     kv = [values[f"layers.{i}.self_attn.{p}_proj.weight"] for i in layers for p in "kv"]
     return DraftWeights(

@@ -23,7 +23,7 @@ class Decoder(nn.Module):
     def __init__(self, config: TargetConfig, **kw):
         super().__init__()
         g = config.geometry
-        self.embed_tokens = Weight(g.vocab_size, g.hidden_size, **kw)
+        self.embed_tokens = Weight(config.vocab_size, g.hidden_size, **kw)
         self.layers = nn.ModuleList([DecoderLayer(g, **kw) for _ in range(g.num_layers)])
         self.norm = Weight(g.hidden_size, **kw)
 
@@ -35,7 +35,7 @@ class Target(nn.Module):
         super().__init__()
         self.model = Decoder(config, generator=generator, dtype=dtype)
         if not config.tie_word_embeddings:
-            head = (config.geometry.vocab_size, config.geometry.hidden_size)
+            head = (config.vocab_size, config.geometry.hidden_size)
             self.lm_head = Weight(*head, generator=generator, dtype=dtype)
 
 

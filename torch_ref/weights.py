@@ -4,36 +4,41 @@ import os
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from jax_dflash.config import Geometry, InputError
-from jax_dflash.names import Shapes, check_tensors, checkpoint_files
+from jax_dflash.config import DraftConfig, Geometry
+from jax_dflash.names import Shapes, checked_d2t, match, match_draft
+from jax_dflash.stored import Source, read_tensors, stored_tensors
 from torch_ref.layers import LayerWeights
-
-FLOAT_KINDS = ("BF16", "F16", "F32", "F64")
 
 
 def load_tensors(
     directory: str | Path, expected: Shapes, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """All tensors of a checkpoint, as stored or converted to `dtype`; faults are InputErrors naming file and tensor."""
-    found, values = [], {}
-    for file in checkpoint_files(directory):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                slices = {name: handle.get_slice(name) for name in handle.keys()}
-                found += [(str(file), name, tuple(s.get_shape())) for name, s in slices.items()]
-                for name in expected.keys() & slices.keys():
-                    if (kind := slices[name].get_dtype()) not in FLOAT_KINDS:
-                        raise InputError(f"{file}: tensor {name} is stored as {kind}, expected one of {FLOAT_KINDS}")
-                    if tuple(slices[name].get_shape()) == expected[name]:
-                        values[name] = handle.get_tensor(name).to(device, dtype)
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"{file}: not a readable safetensors file ({error})") from None
-    check_tensors(found, expected)
-    return {name: values[name] for name in expected}
+    return _read(match(stored_tensors(directory), expected).checked(), dtype, device)
+
+
+def load_draft_tensors(
+    directory: str | Path, config: DraftConfig, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """A drafter's tensors under their canonical names, however the checkpoint spells them, with the tables of tokens that
+    it brings (`d2t` as int32). Raises InputError."""
+    sources = match_draft(directory, config).checked()
+    d2t = sources.pop("d2t", None)
+    values = _read(sources, dtype, device)
+    if d2t is not None:
+        values["d2t"] = torch.from_numpy(checked_d2t(d2t, config.geometry.vocab_size)).to(device)
+    return values
+
+
+def _read(sources: dict[str, Source], dtype: torch.dtype | None, device: torch.device | str) -> dict[str, Tensor]:
+    """The file's bytes as tensors: numpy need not know their dtype."""
+    return read_tensors(
+        sources,
+        lambda raw, kind, shape: torch.from_numpy(raw).view(getattr(torch, kind)).reshape(shape).to(device, dtype),
+    )
 
 
 def save_tensors(directory: str | Path, values: dict[str, Tensor]) -> None:

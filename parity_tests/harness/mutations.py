@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jax_dflash.config import DraftConfig
+from jax_dflash import checkpoint_forms
 from parity_tests.harness.verdict import ROUNDING, WRONG
 
 Patch = list[tuple[Any, str, Any]]
@@ -315,8 +315,8 @@ def gqa_tile(m):
 
 
 def indices(change: Callable) -> Patch:
-    right = DraftConfig.hidden_state_indices.fget
-    return [(DraftConfig, "hidden_state_indices", property(lambda self: change(right(self))))]
+    right = checkpoint_forms.hidden_state_indices
+    return [(checkpoint_forms, "hidden_state_indices", lambda keys: change(right(keys)))]
 
 
 @mutation("target features in another order", "features")
