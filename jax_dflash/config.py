@@ -99,7 +99,6 @@ def unsupported(config: DraftConfig, tensors: Collection[str] = ()) -> str | Non
     ropes = {layer.rope for layer in config.layers}
     g = config.geometry
     found = {
-        "biases in attention (attention_bias)": g.attention_bias,
         "sliding windows (layer_types)": any(layer.window is not None for layer in config.layers),
         "causal layers": any(layer.causal for layer in config.layers),
         "YaRN (rope_type yarn)": any(rope.type != "default" for rope in ropes),

@@ -44,7 +44,8 @@ def load_drafter(directory: str | Path, dtype: jnp.dtype | None = None) -> tuple
 
 
 class DraftWeights(NamedTuple):
-    """What a program takes. `context_kv [D, L 2 K H]` is every layer's K and V projection, layer by layer, K before V."""
+    """What a program takes. `context_kv [D, L 2 K H]` is every layer's K and V projection, layer by layer, K before V;
+    `context_bias [L 2 K H]` their biases, where attention has some."""
 
     fc: Array
     hidden_norm: Array
@@ -54,6 +55,7 @@ class DraftWeights(NamedTuple):
     norm: Array
     embed_tokens: Array
     lm_head: Array
+    context_bias: Array | None = None
 
 
 def pack(
@@ -62,16 +64,20 @@ def pack(
     """The canonical tree (checkpoint names) and the target's embedding and head as the few arrays that programs take."""
     refuse_unsupported(config)
     layers = range(config.geometry.num_layers)
-    kv = [values[f"layers.{i}.self_attn.{p}_proj.weight"] for i in layers for p in "kv"]
+
+    def context(kind):
+        return jnp.concatenate([values[f"layers.{i}.self_attn.{p}_proj.{kind}"] for i in layers for p in "kv"])
+
     return DraftWeights(
         fc=values["fc.weight"].T,
         hidden_norm=values["hidden_norm.weight"],
-        context_kv=jnp.concatenate(kv).T,
+        context_kv=context("weight").T,
         context_k_norm=jnp.stack([values[f"layers.{i}.self_attn.k_norm.weight"] for i in layers]),
         layers=pack_layers(values, config.geometry, shards=shards),
         norm=values["norm.weight"],
         embed_tokens=embed_tokens,
         lm_head=lm_head,
+        context_bias=context("bias") if config.geometry.attention_bias else None,
     )
 
 
@@ -107,7 +113,9 @@ def precompute_context_kv(
     g = config.geometry
     with jax.named_scope("context_kv"):
         y = tap("context_norm", rms_norm(x_CD, weights.hidden_norm, g.rms_norm_eps))
-        kv = linear(y, weights.context_kv).reshape(-1, g.num_layers, 2, g.num_kv_heads, g.head_dim)
+        kv = linear(y, weights.context_kv, weights.context_bias).reshape(
+            -1, g.num_layers, 2, g.num_kv_heads, g.head_dim
+        )
         k_LCKH, v_LCKH = jnp.moveaxis(kv, 0, 2).swapaxes(0, 1)
         k_norm = jax.vmap(lambda k, weight: rms_norm(k, weight, g.rms_norm_eps))
         k_LCKH = apply_rope(k_norm(k_LCKH, weights.context_k_norm), rope_table(positions_C, g, x_CD.dtype))

@@ -21,7 +21,8 @@ Pool = TypeVar("Pool")
 
 class LayerWeights(NamedTuple):
     """One layer as few arrays: `qkv [D, (N+2K)H]`, `o_proj [NH, D]`, `gate_up [D, 2F]`, `down [F, D]` and
-    `norms [2D+2H]`, which holds input, post-attention, query and key norm end to end.
+    `norms [2D+2H]`, which holds input, post-attention, query and key norm end to end; `qkv_bias` and `o_bias` where
+    attention has biases.
 
     Matrices are `[in, out]`, the transpose of a checkpoint's: on a CPU a product of 2 to 16 rows takes half as long.
     """
@@ -31,6 +32,8 @@ class LayerWeights(NamedTuple):
     o_proj: Array
     gate_up: Array
     down: Array
+    qkv_bias: Array | None = None
+    o_bias: Array | None = None
 
 
 def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "... D"]:
@@ -76,13 +79,13 @@ def decoder_layer(
     D, H, N, K = geometry.hidden_size, geometry.head_dim, geometry.num_heads, geometry.num_kv_heads
     input_norm, post_norm, q_norm, k_norm = jnp.split(weights.norms, [D, 2 * D, 2 * D + H])
     with jax.named_scope("attention"):
-        qkv = linear(tap("n1", rms_norm(x, input_norm, geometry.rms_norm_eps)), weights.qkv)
+        qkv = linear(tap("n1", rms_norm(x, input_norm, geometry.rms_norm_eps)), weights.qkv, weights.qkv_bias)
         q, k, v = jnp.split(qkv.reshape(*x.shape[:-1], N + 2 * K, H), [N, N + K], axis=-2)
         q = tap("q", apply_rope(rms_norm(q, q_norm, geometry.rms_norm_eps), table))
         k = tap("k", apply_rope(rms_norm(k, k_norm, geometry.rms_norm_eps), table))
         pool, o = attend(pool, q, k, tap("v", v))
         o = tap("attn", o).reshape(*x.shape[:-1], N * H)
-        x = tap("post_attention", add(x, linear(o, weights.o_proj)))
+        x = tap("post_attention", add(x, linear(o, weights.o_proj, weights.o_bias)))
     with jax.named_scope("mlp"):
         y = tap("n2", rms_norm(x, post_norm, geometry.rms_norm_eps))
         x = tap("out", add(x, linear(tap("act", swiglu(linear(y, weights.gate_up))), weights.down)))

@@ -490,7 +490,6 @@ def test_quantised_speculators():
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"layer_types": [S, F, F], "sliding_window": 4}, "sliding windows"),
         ({"is_causal": True}, "causal"),
-        ({"attention_bias": True}, "biases"),
         ({"draft_vocab_size": 12}, "draft_vocab_size"),
         ({"logit_scale": 2.0}, "logit_scale"),
         ({"embed_scale": 2.0}, "embed_scale"),

@@ -210,7 +210,6 @@ def test_a_mask_row_of_its_own(f, tmp_path):
         (zlab(is_causal=True), False, "causal layers"),
         (zlab(rope_scaling={"rope_type": "yarn", "factor": 4.0}), False, "YaRN"),
         (zlab(partial_rotary_factor=0.5), False, "partial_rotary_factor"),
-        (zlab(attention_bias=True), False, "attention_bias"),
         (speculators(), False, "a reduced vocabulary"),
         (muse(), False, "sliding windows"),
         (zlab(), True, "an embedding of its own"),

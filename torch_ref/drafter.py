@@ -46,7 +46,8 @@ def load_drafter(
 
 
 class DraftWeights(NamedTuple):
-    """What a step takes. `context_kv [L 2 K H, D]` is every layer's K and V projection, layer by layer, K before V."""
+    """What a step takes. `context_kv [L 2 K H, D]` is every layer's K and V projection, layer by layer, K before V;
+    `context_bias [L 2 K H]` their biases, where attention has some."""
 
     fc: Tensor
     hidden_norm: Tensor
@@ -56,22 +57,27 @@ class DraftWeights(NamedTuple):
     norm: Tensor
     embed_tokens: Tensor
     lm_head: Tensor
+    context_bias: Tensor | None = None
 
 
 def pack(values: dict[str, Tensor], config: DraftConfig, embed_tokens: Tensor, lm_head: Tensor) -> DraftWeights:
     """The canonical tree (checkpoint names) and the target's embedding and head as the few arrays that a step takes."""
     refuse_unsupported(config)
     layers = range(config.geometry.num_layers)
-    kv = [values[f"layers.{i}.self_attn.{p}_proj.weight"] for i in layers for p in "kv"]
+
+    def context(kind):
+        return torch.cat([values[f"layers.{i}.self_attn.{p}_proj.{kind}"] for i in layers for p in "kv"])
+
     return DraftWeights(
         fc=values["fc.weight"],
         hidden_norm=values["hidden_norm.weight"],
-        context_kv=torch.cat(kv),
+        context_kv=context("weight"),
         context_k_norm=torch.stack([values[f"layers.{i}.self_attn.k_norm.weight"] for i in layers]),
         layers=pack_layers(values, config.geometry),
         norm=values["norm.weight"],
         embed_tokens=embed_tokens,
         lm_head=lm_head,
+        context_bias=context("bias") if config.geometry.attention_bias else None,
     )
 
 
@@ -105,7 +111,9 @@ def precompute_context_kv(
     """K and V of every layer from combined states: hidden_norm, one product, per-layer K norm, RoPE; V is raw."""
     g = config.geometry
     y = tap("context_norm", rms_norm(x_CD, weights.hidden_norm, g.rms_norm_eps))
-    kv = linear(y, weights.context_kv).unflatten(-1, (g.num_layers, 2, g.num_kv_heads, g.head_dim))
+    kv = linear(y, weights.context_kv, weights.context_bias).unflatten(
+        -1, (g.num_layers, 2, g.num_kv_heads, g.head_dim)
+    )
     k_LCKH, v_LCKH = kv.permute(2, 1, 0, 3, 4)
     k_norm = zip(k_LCKH, weights.context_k_norm, strict=True)
     k_LCKH = torch.stack([rms_norm(k, weight, g.rms_norm_eps) for k, weight in k_norm])

@@ -22,13 +22,16 @@ Pool = TypeVar("Pool")
 
 class LayerWeights(NamedTuple):
     """One layer as few arrays: `qkv [(N+2K)H, D]`, `o_proj [D, NH]`, `gate_up [2F, D]`, `down [D, F]` and
-    `norms [2D+2H]`, which holds input, post-attention, query and key norm end to end."""
+    `norms [2D+2H]`, which holds input, post-attention, query and key norm end to end; `qkv_bias` and `o_bias` where
+    attention has biases."""
 
     norms: Tensor
     qkv: Tensor
     o_proj: Tensor
     gate_up: Tensor
     down: Tensor
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
 
 
 def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float) -> Float[Tensor, "... D"]:
@@ -79,12 +82,13 @@ def decoder_layer(
     D, H, N, K = geometry.hidden_size, geometry.head_dim, geometry.num_heads, geometry.num_kv_heads
     input_norm, post_norm, q_norm, k_norm = weights.norms.split([D, D, H, H])
 
-    qkv = linear(tap("n1", rms_norm(x, input_norm, geometry.rms_norm_eps)), weights.qkv)
+    qkv = linear(tap("n1", rms_norm(x, input_norm, geometry.rms_norm_eps)), weights.qkv, weights.qkv_bias)
     q, k, v = qkv.unflatten(-1, (N + 2 * K, H)).split([N, K, K], dim=-2)
     q = tap("q", apply_rope(rms_norm(q, q_norm, geometry.rms_norm_eps), table))
     k = tap("k", apply_rope(rms_norm(k, k_norm, geometry.rms_norm_eps), table))
     pool, o = attend(pool, q, k, tap("v", v))
-    x = tap("post_attention", add(x, linear(tap("attn", o).flatten(-2), weights.o_proj)))
+    o = tap("attn", o).flatten(-2)
+    x = tap("post_attention", add(x, linear(o, weights.o_proj, weights.o_bias)))
 
     y = tap("n2", rms_norm(x, post_norm, geometry.rms_norm_eps))
     x = tap("out", add(x, linear(tap("act", swiglu(linear(y, weights.gate_up))), weights.down)))
