@@ -83,11 +83,13 @@ def test_another_rounding_policy_has_a_code_of_its_own(file):
 @pytest.mark.parametrize(
     "args, expected",
     [
-        (["replay", "missing.safetensors"], "error: missing.safetensors: no such case file"),
-        (["run", "--case", "nothing"], "error: --case nothing: no such file and no standard case (mixed, long"),
-        (["run", "--sut", "torch", "--dtype", "float16"], "error: --dtype 'float16': pass bfloat16 or float32"),
+        (["replay", "missing.safetensors"], "error: missing.safetensors: no such file and no standard case"),
+        (["run", "--case", "nothing"], "error: nothing: no such file and no standard case (mixed, long"),
+        (["run", "--dtype", "float16"], "error: --dtype 'float16': pass bfloat16 or float32"),
+        (["run", "--sut", "tensorflow"], "error: implementation 'tensorflow' is unknown; pass one of jax, "),
+        (["run", "--results", "nowhere/r.jsonl"], "error: nowhere/r.jsonl: expected a file in a folder that exists"),
         (["run", "--nonsense"], "error: No such option: --nonsense"),
-        (["run", "--plant", "nothing"], "error: mutation 'nothing' is unknown; pass one of epsilon"),
+        (["run", "--plant", "nothing"], "error: no bug 'nothing' to plant; did you mean "),
         (["mutate", "--only", "nothing"], "error: --only nothing: no such bug; pass one of epsilon"),
         (["report", "missing.jsonl"], "error: missing.jsonl: no such results file"),
     ],
@@ -126,8 +128,9 @@ def test_what_cannot_run_is_skipped(file):
     assert said.startswith("cannot run: ") and "torch" in said and said.count("\n") == 1
     _, said = parity("replay", file, "--sut", "torch.graph", code=125)
     assert said.startswith("cannot run: CannotRun: torch.graph needs an NVIDIA GPU") and said.count("\n") == 1
-    _, said = parity("replay", file, "--sut", "tensorflow", code=125)
-    assert "runner 'tensorflow' is unknown; pass one of jax" in said
+    broken = "from torch_ref import layers; layers.swiglu = lambda x: x.reshape(-1); "
+    _, said = parity("replay", file, prefix=broken, code=125)
+    assert said.startswith("cannot run: CannotRun: torch.") and "RuntimeError" in said and said.count("\n") == 1
 
 
 def test_shrinking_keeps_the_failure(tmp_path):
@@ -153,15 +156,14 @@ def test_shrinking_what_passes_is_refused(file):
     assert said.splitlines()[-1] == "error: case mixed passes; there is nothing to shrink"
 
 
-@pytest.mark.parametrize(
-    "name",
-    shrink.__dict__.keys()
-    & {"drop_layers", "fewer_heads", "narrower_units", "narrower_model", "narrower_target", "smaller_vocabulary"},
-)
-def test_smaller_cases_are_cases(name):
+CUTS = [shrink.drop_layers, shrink.fewer_heads, shrink.narrower_units, shrink.narrower_model, shrink.narrower_target]
+
+
+@pytest.mark.parametrize("cut", [*CUTS, shrink.smaller_vocabulary], ids=lambda cut: cut.__name__)
+def test_smaller_cases_are_cases(cut):
     """A cut that leaves tensors, configuration and pool of different sizes: such a case fails in its own way."""
-    cut = getattr(shrink, name)
-    small = cut(cases.mixed(), *([1] if name in ("drop_layers", "fewer_heads") else []))
+    small = cut(cases.mixed(), *([1] if cut in (shrink.drop_layers, shrink.fewer_heads) else []))
+    assert shrink.size(small) < shrink.size(cases.mixed())
     assert verdict.compare(small, "torch.sdpa", "torch.eager", "float64").verdict == verdict.OK
 
 
@@ -246,8 +248,12 @@ def test_git_bisect_finds_the_commit(file, tmp_path):
         cwd=root, capture_output=True, text=True, timeout=300,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(root)},
     )  # fmt: skip
-    # Commit 2 cannot be judged, so git names it and the one after it, which is the one that is wrong.
+    # The commit that does not import is skipped, so two candidates are left: it and the wrong one. A later one would be
+    # among them if nothing could be judged.
     said = done.stdout + done.stderr
-    assert "only 'skip'ped commits left to test" in said or "is the first bad commit" in said, said[-1500:]
-    wrong = git("rev-parse", "main~1").strip()
-    assert wrong in said
+    assert "only 'skip'ped commits left to test" in said, said[-1500:]
+    listed = said[said.index("The first bad commit could be any of") :]
+    commits = dict(
+        zip(("broken", "wrong", "later"), (git("rev-parse", f"main~{n}").strip() for n in (2, 1, 0)), strict=True)
+    )
+    assert [name for name, commit in commits.items() if commit in listed] == ["broken", "wrong"]

@@ -7,7 +7,7 @@ import pytest
 
 from jax_dflash.taps import tap_table
 from parity_tests.harness import case as cases
-from parity_tests.harness import mutations, runners, standard, tiers
+from parity_tests.harness import mutations, null, runners, standard, tiers
 from parity_tests.harness.mutations import Modules
 
 
@@ -24,6 +24,14 @@ def test_a_lossy_pack_is_noticed(monkeypatch):
     wrong = lambda *args: {n: v * (1 + (n == "layers.1.mlp.up_proj.weight")) for n, v in right(*args).items()}  # noqa: E731
     monkeypatch.setattr(m.drafter, "unpack", wrong)
     assert tiers.weights(cases.mixed()) == ["torch: tensor layers.1.mlp.up_proj.weight comes back changed from packing"]
+
+
+def test_context_projections_out_of_order_are_noticed(monkeypatch):
+    """Arrays that unpacking does not read: the fused context projection with K and V exchanged."""
+    m = Modules.of("torch")
+    right = m.drafter.pack
+    monkeypatch.setattr(m.drafter, "pack", lambda *a: right(*a)._replace(context_kv=right(*a).context_kv.flip(0)))
+    assert tiers.weights(cases.mixed()) == ["torch: context_kv is not every layer's own tensors, in order"]
 
 
 def test_features_are_the_rows_of_the_named_states():
@@ -46,15 +54,19 @@ def test_every_implementation_emits_the_table_s_taps():
 
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_a_missing_tap_is_a_failure(framework, monkeypatch):
-    """A tap call that somebody dropped: a comparison of the rest would pass."""
+    """A tap call that somebody dropped: a comparison of the rest would pass, or trip over the gap and be skipped."""
     from parity_tests.harness import verdict
 
     m = Modules.of(framework)
     right = m.drafter.precompute_context_kv
     monkeypatch.setattr(m.drafter, "precompute_context_kv", lambda w, c, x, p, tap: right(w, c, x, p))
-    sut = {"jax": "jax.jitted", "torch": "torch.eager"}[framework]
-    monkeypatch.setattr(runners, "float64_run", lambda case, name: runners.runner(name)(case, "float32"))
-    result = verdict.compare(cases.mixed(), "torch.eager" if framework == "jax" else "jax.jitted", sut, "float64")
+    ref, sut = {"jax": ("torch.eager", "jax.jitted"), "torch": ("jax.jitted", "torch.eager")}[framework]
+    # The float64 process of JAX has a package of its own, without the fault.
+    single = lambda case, name, forced=None: runners.runner(name)(case, "float32", forced)  # noqa: E731
+    if framework == "jax":
+        monkeypatch.setattr(runners, "float64_run", single)
+    reference = null.Reference(cases.mixed(), ref, "bfloat16")
+    result = verdict.compare(cases.mixed(), ref, sut, "bfloat16", reference=reference)
     assert (result.verdict, result.first_divergence) == (verdict.WRONG, "context_k")
     assert result.attribution.lines == [f"{sut} lacks the tap context_k"]
 

@@ -13,7 +13,10 @@ def test_decided_drafts_are_equal(name):
     """A draft that differs though its margin is many times the noise."""
     tokens = comparison(name).tokens
     assert tokens["decided_unequal"] == 0 and tokens["compared"] > 0
-    assert tokens["undecidable"] <= 0.1 * tokens["compared"] + 1
+    if name == "ties":  # nothing is decided there but by the rule, which both follow
+        assert tokens["undecidable"] == tokens["equal"] == tokens["compared"]
+    else:
+        assert tokens["undecidable"] <= 0.1 * tokens["compared"] + 1
 
 
 def test_decided_is_a_matter_of_the_margin():

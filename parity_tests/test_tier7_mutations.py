@@ -58,7 +58,7 @@ def test_attribution_says_where():
 def test_an_unknown_bug_is_named():
     """A misspelt name that plants nothing and passes."""
     with (
-        pytest.raises(ValueError, match="mutation 'gqa' is unknown; pass one of epsilon"),
+        pytest.raises(ValueError, match="no bug 'gqa' to plant; did you mean gqa-tile"),
         mutations.planted("gqa", "jax"),
     ):
         pass

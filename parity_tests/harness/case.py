@@ -22,6 +22,7 @@ SCHEMA = 1
 PER_REQUEST = (
     "start_position", "num_context", "num_rejected", "num_sampled", "last_sampled", "next_prefill", "request_index",
 )  # fmt: skip
+CONFIG = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "dflash_config")
 SIZES = ("num_reqs", "context_rows", "page_size", "max_model_len", "num_speculative_tokens")
 
 
@@ -94,9 +95,15 @@ def save(case: Case, path: str | Path) -> Path:
     document = {"schema": SCHEMA, "name": case.name, "config": case.config, "sizes": sizes, "meta": case.meta}
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file(arrays, partial, metadata={"case": json.dumps(document)})
-    os.replace(partial, path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        partial.touch()  # with the user's own mode: save_file's is 0600
+        mode = partial.stat().st_mode
+        save_file(arrays, partial, metadata={"case": json.dumps(document)})
+        partial.chmod(mode)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
     return path
 
 
@@ -124,7 +131,7 @@ def load(path: str | Path) -> Case:
             _wide(arrays["hidden_states"]), _wide(arrays["pool"]),
             **{name: int(document["sizes"][name]) for name in SIZES}, meta=document["meta"],
         )  # fmt: skip
-        missing = {*PER_REQUEST, "block_tables"} - case.columns.keys()
+        missing = {*PER_REQUEST, "block_tables"} - case.columns.keys() | {*CONFIG} - case.config.keys()
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise CaseError(
             f"{path}: not a parity case, or one of another version ({type(error).__name__}: {error})"
@@ -238,6 +245,9 @@ def build(
         for position in range(request.start):
             stored = exact(rng.standard_normal((num_layers, 2, num_kv_heads, H)))
             pool[:, :, tables[row, position // page_size], position % page_size] = stored
+    pool[:, :, [0, -1]] = (
+        7  # what nobody may write, the null page and the one where a slot of -1 wraps to, shows NaN too
+    )
     columns = {
         "start_position": [r.start for r in requests],
         "num_context": [r.rows for r in requests],

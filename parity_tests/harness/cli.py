@@ -25,25 +25,52 @@ Ref = Annotated[str, typer.Option(help="Reference implementation.")]
 Sut = Annotated[str, typer.Option(help="Implementation under test.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32; semantics are always judged in float64 too.")]
 Device = Annotated[str, typer.Option(help="cpu or gpu.")]
-Level = Annotated[int, typer.Option(help="1: taps between blocks, 2: inside them too.")]
+SavedDevice = Annotated[str | None, typer.Option(help="cpu or gpu; default: where the case was judged.")]
+Level = Annotated[int, typer.Option(min=1, max=2, help="1: taps between blocks, 2: inside them too.")]
 AllowRounding = Annotated[bool, typer.Option("--allow-rounding", help="Exit 0 where only the rounding policy differs.")]
 Save = Annotated[Path, typer.Option(help="Folder for failing cases.")]
 Results = Annotated[Path | None, typer.Option(help="Append the rows of every tap to this JSONL file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the JSON line only.")]
 Plant = Annotated[str | None, typer.Option(help="Plant this bug first (see `mutate`), to see what the harness says.")]
-CaseFile = Annotated[Path, typer.Argument(help="A case file.")]
+CaseFile = Annotated[str, typer.Argument(help="A case file, or the name of a standard case.")]
 
 
-def prepare(device: str, dtype: str) -> None:
-    """Tell the frameworks where to run, before their first array. Small cases want one thread and the same sums."""
+def prepare(device: str, dtype: str, *names: str, out: Path | None = None) -> None:
+    """Check what a verb was given and tell the frameworks where to run, before their first array. Small cases want one
+    thread and the same sums. Raises InputError."""
+    from parity_tests.harness.runners import RUNNERS
+
     if dtype not in ("bfloat16", "float32"):
         raise InputError(f"--dtype {dtype!r}: pass bfloat16 or float32")
+    for name in names:
+        if name not in RUNNERS:
+            raise InputError(f"implementation {name!r} is unknown; pass one of {', '.join(RUNNERS)}")
+    check_folder(out)
     from jax_dflash.cli import select_device
 
     select_device(device)
     import torch
 
     torch.set_num_threads(1)
+
+
+def check_folder(*paths: Path | None) -> None:
+    """Refuse a file that cannot be written before anything long begins."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise InputError(f"{path}: expected a file in a folder that exists")
+
+
+def find_case(name: str) -> Case:
+    """A standard case, or one from a file. Raises InputError, CaseError."""
+    from parity_tests.harness import case as case_files
+    from parity_tests.harness import standard
+
+    if name in standard.CASES:
+        return standard.CASES[name]()
+    if not Path(name).exists():
+        raise InputError(f"{name}: no such file and no standard case ({', '.join(standard.CASES)})")
+    return case_files.load(name)
 
 
 def planted(stack: ExitStack, name: str | None, sut: str) -> None:
@@ -103,7 +130,7 @@ def report_result(result, rows: list[dict], as_json: bool, results: Path | None,
             console.print(f"{result.case.name}: {result.verdict}; {taps}; {tokens}", highlight=False, soft_wrap=True)
 
 
-def replay_line(path: Path, plant: str | None) -> str:
+def replay_line(path: Path | str, plant: str | None) -> str:
     return f"python -m parity_tests replay {path}" + (f" --plant {plant}" if plant else "")
 
 
@@ -121,13 +148,18 @@ def tier_summary(results: list) -> dict[str, str]:
     """Tiers 1 to 4 of comparisons that were made tap by tap."""
     from parity_tests.harness import verdict as v
 
-    rows = [row for result in results for row in result.rows]
-    wrong = any(r.verdict in (v.WRONG, v.NOT_DETERMINISTIC, v.PERTURBED) for r in results)
+    rows = [row for result in results for row in result.rows if row["value_kind"] in ("float", "pool")]
+    unjudged = any(r.verdict in (v.NOT_DETERMINISTIC, v.PERTURBED) or not r.tokens for r in results)
+
+    def outside(row: dict, which: str) -> bool:
+        band = row.get(f"band_{which}")
+        return bool(band) and (row[f"rho_{which}"] is None or row[f"rho_{which}"] > band[1])
+
     failed = {
-        "1": any((row.get("fp64") or 0) > v.FP64_LIMIT or row["verdict"] == v.WRONG for row in rows),
-        "2": any(row["verdict"] == v.ROUNDING for row in rows) or wrong,
-        "3": any(row["verdict"] == v.ROUNDING for row in rows) or wrong,
-        "4": any(r.tokens.get("decided_unequal") or not r.tokens for r in results),
+        "1": any(row.get("fp64", 0) > v.FP64_LIMIT for row in rows) or any(r.verdict == v.WRONG for r in results),
+        "2": unjudged or any(row["verdict"] in (v.ROUNDING, v.WRONG) and not outside(row, "e2e") for row in rows),
+        "3": unjudged or any(outside(row, "e2e") for row in rows if row.get("roundings") is not None),
+        "4": unjudged or any(r.tokens.get("decided_unequal") for r in results),
     }
     return {tier: "fail" if bad else "pass" for tier, bad in failed.items()}
 
@@ -171,37 +203,34 @@ def run(
     plant: Plant = None,
     as_json: Json = False,
 ) -> None:
-    """All tiers: do the two implementations compute the same function, and round alike?"""
-    prepare(device, dtype)
-    from parity_tests.harness import case as case_files
+    """All tiers: do the two implementations compute the same function, and round alike? With --case or --plant the tiers
+    that are judged tap by tap, 1 to 4."""
+    prepare(device, dtype, ref, sut, out=results)
     from parity_tests.harness import mutate as job
     from parity_tests.harness import results as kept
     from parity_tests.harness import standard
 
     start = time.perf_counter()
-    chosen = []
-    for name in case or list(standard.CASES):
-        if name not in standard.CASES and not Path(name).exists():
-            raise InputError(f"--case {name}: no such file and no standard case ({', '.join(standard.CASES)})")
-        chosen.append(standard.CASES[name]() if name in standard.CASES else case_files.load(name))
+    chosen = [find_case(name) for name in case or standard.CASES]
+    whole = not case and not plant
     with ExitStack() as stack:
         planted(stack, plant, sut)
         bar = stack.enter_context(progress())
-        task = bar.add_task("", total=len(chosen) + (0 if plant else 8 + job.steps(["torch"])))
+        task = bar.add_task("", total=len(chosen) + (8 + job.steps(["torch"]) if whole else 0))
 
         def advance(what: str) -> None:
             bar.update(task, description=what[:40].ljust(40))
             bar.advance(task)
 
         found = judge_cases(chosen, ref, sut, dtype, device, level, advance)
-        faults = {} if plant else identities(chosen, device, advance)
-        if not plant:
+        faults = identities(chosen, device, advance) if whole else {}
+        if whole:
             missed = job.document(job.mutate(["torch"], None, advance))["missed"]
             faults["7"] = [f"planted bug missed, or found where there is none: {name}" for name in missed]
     tiers = tier_summary(found) | {tier: "fail" if lines else "pass" for tier, lines in faults.items()}
     tiers = dict(sorted(tiers.items()))
     for result in found:
-        path = None if result.ok else kept.keep(result, save)
+        path = None if result.ok else kept.keep(result, save, device)
         line = replay_line(path, plant) if path else None
         rows = kept.rows(result, device=device, tiers=tiers, replay=line)
         report_result(result, rows, as_json, results, full=len(found) == 1 or not result.ok)
@@ -224,9 +253,15 @@ def run(
     )  # fmt: skip
 
 
-def saved_choice(case: Case, name: str, given: str | None, default: str) -> str:
-    """An option of the command line, else what the case was judged with, else the default."""
-    return given or case.meta.get(name) or default
+DEFAULTS = {"ref": "torch.eager", "sut": "jax", "dtype": "bfloat16", "device": "cpu"}
+
+
+def choices(case: Case, *given: str | None) -> list[str]:
+    """For each of DEFAULTS an option of the command line, else what the case was judged with, else the default."""
+    given = given or (None,) * len(DEFAULTS)
+    return [
+        value or case.meta.get(name) or default for (name, default), value in zip(DEFAULTS.items(), given, strict=True)
+    ]
 
 
 @app.command()
@@ -235,7 +270,7 @@ def replay(
     ref: Annotated[str | None, typer.Option(help="Default: as the case was judged.")] = None,
     sut: Annotated[str | None, typer.Option(help="Default: as the case was judged.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default: as the case was judged.")] = None,
-    device: Device = "cpu",
+    device: SavedDevice = None,
     tap: Annotated[
         str | None, typer.Option(help="Say where the error of this tap sits, whatever diverges first.")
     ] = None,
@@ -245,21 +280,18 @@ def replay(
     as_json: Json = False,
 ) -> None:
     """Judge a saved case again, from the file alone."""
-    from parity_tests.harness import case as case_files
-
-    case = case_files.load(file)
-    ref, sut = saved_choice(case, "ref", ref, "torch.eager"), saved_choice(case, "sut", sut, "jax")
-    dtype = saved_choice(case, "dtype", dtype, "bfloat16")
+    case = find_case(file)
     check_tap(case, tap)
-    prepare(device, dtype)
+    ref, sut, dtype, device = choices(case, ref, sut, dtype, device)
+    prepare(device, dtype, ref, sut, out=results)
     from parity_tests.harness import results as kept
     from parity_tests.harness import verdict
 
     with ExitStack() as stack:
         planted(stack, plant, sut)
         result = verdict.compare(case, ref, sut, dtype, device=device)
-    rows = kept.rows(result, device=device, tiers=tier_summary([result]), replay=replay_line(file, plant))
-    report_result(result, rows, as_json, results)
+    line = None if result.ok else replay_line(file, plant)
+    report_result(result, kept.rows(result, device=device, tiers=tier_summary([result]), replay=line), as_json, results)
     where = attribution_of(result, tap) if tap else result.attribution
     if tap and where and not as_json:
         print(f"{tap}: " + "; ".join(where.lines), file=sys.stderr)
@@ -301,58 +333,59 @@ def attribution_of(result, name: str):
 @app.command()
 def bisect(
     file: CaseFile,
-    device: Device = "cpu",
+    device: SavedDevice = None,
     plant: Plant = None,
     as_json: Json = False,
     allow_rounding: AllowRounding = False,
 ) -> None:
     """The first diverging block, then the first diverging value inside it; by truncation where taps change the program."""
-    from parity_tests.harness import case as case_files
-
-    case = case_files.load(file)
-    ref, sut = saved_choice(case, "ref", None, "torch.eager"), saved_choice(case, "sut", None, "jax")
-    dtype = saved_choice(case, "dtype", None, "bfloat16")
-    prepare(device, dtype)
+    case = find_case(file)
+    ref, sut, dtype, device = choices(case, None, None, None, device)
+    prepare(device, dtype, ref, sut)
+    from jax_dflash.taps import tap_table
     from parity_tests.harness import results as kept
     from parity_tests.harness import shrink, verdict
 
     with ExitStack() as stack:
         planted(stack, plant, sut)
-        blocks = verdict.compare(case, ref, sut, dtype, device=device, level=1)
-        inside = verdict.compare(case, ref, sut, dtype, device=device, level=2) if not blocks.ok else blocks
+        result = verdict.compare(case, ref, sut, dtype, device=device)
         depth = None
-        if inside.verdict == verdict.PERTURBED:
+        if result.verdict == verdict.PERTURBED:
             for depth in range(1, case.num_layers + 1):
                 if not verdict.compare(shrink.drop_layers(case, depth), ref, sut, dtype, device=device).ok:
                     break
-    rows = kept.rows(inside, device=device, tiers=tier_summary([inside]), replay=replay_line(file, plant))
-    report_result(inside, rows, as_json, None)
+    table = list(tap_table(case.num_layers))
+    first = next((i for i, tap in enumerate(table) if tap.name == result.first_divergence), len(table))
+    block = next((tap.name for tap in table[first:] if tap.level == 1), None)
+    line = None if result.ok else replay_line(file, plant)
+    report_result(result, kept.rows(result, device=device, tiers=tier_summary([result]), replay=line), as_json, None)
     finish(
         {
-            "job": "bisect", "ok": inside.ok, "verdict": inside.verdict, "block": blocks.first_divergence,
-            "first_divergence": inside.first_divergence, "layers_needed": depth,
-            "attribution": inside.attribution.lines if inside.attribution else [],
-            "hypothesis": inside.attribution.hypothesis if inside.attribution else None,
+            "job": "bisect", "ok": result.ok, "verdict": result.verdict, "block": block,
+            "first_divergence": result.first_divergence, "layers_needed": depth,
+            "attribution": result.attribution.lines if result.attribution else [],
+            "hypothesis": result.attribution.hypothesis if result.attribution else None,
         },
-        exit_code(inside.verdict, allow_rounding),
+        exit_code(result.verdict, allow_rounding),
     )  # fmt: skip
 
 
 @app.command("shrink")
 def shrink_verb(
     file: CaseFile,
-    device: Device = "cpu",
-    out: Annotated[Path | None, typer.Option(help="The smaller case; default beside the file.")] = None,
+    device: SavedDevice = None,
+    out: Annotated[Path | None, typer.Option(help="The smaller case; default FILE.small.safetensors.")] = None,
     plant: Plant = None,
     as_json: Json = False,
 ) -> None:
     """A smaller case with the same verdict at the same tap, and the largest one that passes beside it."""
+    case = find_case(file)
+    ref, sut, dtype, device = choices(case, None, None, None, device)
+    out = out or Path(file).with_suffix(".small.safetensors")
+    if out.exists():
+        raise InputError(f"{out}: there is a file already; pass another --out")
+    prepare(device, dtype, ref, sut, out=out)
     from parity_tests.harness import case as case_files
-
-    case = case_files.load(file)
-    ref, sut = saved_choice(case, "ref", None, "torch.eager"), saved_choice(case, "sut", None, "jax")
-    dtype = saved_choice(case, "dtype", None, "bfloat16")
-    prepare(device, dtype)
     from parity_tests.harness import results as kept
     from parity_tests.harness import shrink, verdict
 
@@ -367,9 +400,11 @@ def shrink_verb(
         def advance(best: Case, tries: int) -> None:
             bar.update(task, completed=tries, description=f"{shrink.size(best):,} numbers".ljust(24))
 
-        best, passing = shrink.shrink(case, judge, advance)
-    out = out or file.with_suffix(".small.safetensors")
-    case_files.save(kept.judged(best), out)
+        try:
+            best, passing = shrink.shrink(case, judge, advance)
+        except ValueError as error:
+            raise InputError(str(error)) from None
+    case_files.save(kept.judged(best, device), out)
     if passing is not None:
         case_files.save(passing.case, out.with_suffix(".passes.safetensors"))
     if not as_json:
@@ -388,10 +423,8 @@ def null_verb(
     file: CaseFile, ref: Ref = "torch.eager", dtype: Dtype = "bfloat16", device: Device = "cpu", as_json: Json = False
 ) -> None:
     """The reference against itself under exact symmetries: what its error does when only the order of sums changes."""
-    from parity_tests.harness import case as case_files
-
-    case = case_files.load(file)
-    prepare(device, dtype)
+    case = find_case(file)
+    prepare(device, dtype, ref)
     from parity_tests.harness import null
 
     found = null.Reference(case, ref, dtype, device).bands
@@ -458,7 +491,11 @@ def report_verb(
 
     if not file.is_file():
         raise InputError(f"{file}: no such results file")
-    rows = report.load(file)
+    check_folder(html, png, markdown)
+    try:
+        rows = report.load(file)
+    except ValueError as error:
+        raise InputError(str(error)) from None
     report.terminal(rows, Console(stderr=True))
     written = {}
     for name, path, write in (("html", html, report.html), ("png", png, report.figure)):
@@ -476,7 +513,7 @@ def main() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     try:
         sys.exit(run_app(app))
-    except (InputError, CaseError, ValueError) as error:
+    except (InputError, CaseError) as error:
         print(f"error: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     except Exception as error:  # noqa: BLE001 - git bisect must skip whatever the harness itself trips over

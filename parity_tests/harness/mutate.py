@@ -47,15 +47,19 @@ def mutate(frameworks: Sequence[str], only: Sequence[str] | None, advance: Calla
     case, found = standard.mixed(), []
     for framework in frameworks:
         sut = {"jax": "jax", "torch": "torch.eager"}[framework]
-        reference = null.Reference(case, OTHER[framework], "bfloat16")
+        references = {
+            name: null.Reference(make(), OTHER[framework], "bfloat16") for name, make in standard.CASES.items()
+        }
+        reference = references["mixed"]
         for name in only or MUTATIONS:
             m = MUTATIONS[name]
             advance(f"{framework}: {name}")
             with planted_everywhere(name, framework):
-                result = verdict.compare(case, OTHER[framework], sut, stop_early=True, reference=reference)
+                known = references[m.case]
+                result = verdict.compare(known.case, OTHER[framework], sut, stop_early=True, reference=known)
             found.append(_finding(name, m.bug, framework, (m.verdict, m.tap), result))
         advance(f"{framework}: control, attention in one go")
-        with _patched(reordered_attention(Modules.of(framework))):
+        with mutations.patched(reordered_attention(Modules.of(framework))):
             result = verdict.compare(case, OTHER[framework], sut, reference=reference)
         found.append(_finding("reordered-attention", "none: attention in one go", framework, None, result))
         advance(f"{framework}: control, exact symmetries")
@@ -75,18 +79,6 @@ def planted_everywhere(name: str, framework: str):
         finally:
             if worker:
                 worker.plant = None
-
-
-@contextmanager
-def _patched(patches):
-    kept = [(where, key, getattr(where, key)) for where, key, _ in patches]
-    for where, key, value in patches:
-        setattr(where, key, value)
-    try:
-        yield
-    finally:
-        for where, key, value in kept:
-            setattr(where, key, value)
 
 
 def _finding(name: str, bug: str, framework: str, expected, result: Result) -> Finding:

@@ -4,6 +4,7 @@ A mutation replaces functions of one framework's package in this process while i
 which: it sees a package that computes something else. Both frameworks have the same rooms, so most are written once.
 """
 
+import difflib
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ class Mutation:
     tap: str
     verdict: str
     plant: Callable[["Modules"], Patch]
+    case: str = "mixed"  # the standard case that shows it
 
 
 class Modules(SimpleNamespace):
@@ -55,8 +57,17 @@ class Modules(SimpleNamespace):
 def planted(name: str, framework: str) -> Iterator[None]:
     """The bug of that name in that framework's package while the context lasts. Raises ValueError for an unknown one."""
     if name not in MUTATIONS:
-        raise ValueError(f"mutation {name!r} is unknown; pass one of {', '.join(MUTATIONS)}")
-    patches = MUTATIONS[name].plant(Modules.of(framework))
+        near = difflib.get_close_matches(name, MUTATIONS, 3, 0) or list(MUTATIONS)[:3]
+        raise ValueError(
+            f"no bug {name!r} to plant; did you mean {', '.join(near)}? `mutate` lists all {len(MUTATIONS)}"
+        )
+    with patched(MUTATIONS[name].plant(Modules.of(framework))):
+        yield
+
+
+@contextmanager
+def patched(patches: Patch) -> Iterator[None]:
+    """These attributes replaced while the context lasts."""
     kept = [(where, key, getattr(where, key)) for where, key, _ in patches]
     for where, key, value in patches:
         setattr(where, key, value)
@@ -70,12 +81,12 @@ def planted(name: str, framework: str) -> Iterator[None]:
 MUTATIONS: dict[str, Mutation] = {}
 
 
-def mutation(bug: str, tap: str, verdict: str = WRONG):
+def mutation(bug: str, tap: str, verdict: str = WRONG, case: str = "mixed"):
     """Enter a plant function into MUTATIONS under its own name."""
 
     def enter(plant):
         name = plant.__name__.replace("_", "-")
-        MUTATIONS[name] = Mutation(name, bug, tap, verdict, plant)
+        MUTATIONS[name] = Mutation(name, bug, tap, verdict, plant, case)
         return plant
 
     return enter
@@ -130,18 +141,14 @@ def stored_slots(m: Modules, change: Callable, names=("store_context", "store_la
     return [(m.draft_step, name, wrap(getattr(m.draft_step, name))) for name in names]
 
 
-def attention_queries(m: Modules, change: Callable, back: Callable = lambda o: o) -> Patch:
-    """`change(q)` before attention and `back(o)` after it, `[B, T, N, H]`, the number of KV heads in `q_heads`."""
+def attention_queries(m: Modules, change: Callable, back: Callable = lambda o, K: o) -> Patch:
+    """`change(q, K)` before attention and `back(o, K)` after it, `[B, T, N, H]`, K KV heads."""
     name = {"jax": "attention", "torch": "attend_keys"}[m.framework]
     right = getattr(m.dense, name)
 
     def wrong(pool, layer, q, *rest):
         K = pool.shape[4]
-        return (
-            back(right(pool, layer, change(q, K), *rest), K)
-            if back.__code__.co_argcount == 2
-            else back(right(pool, layer, change(q, K), *rest))
-        )
+        return back(right(pool, layer, change(q, K), *rest), K)
 
     return [(m.dense, name, wrong)]
 
@@ -485,6 +492,46 @@ def norm_rounds_first(m):
         )
 
     return rms_norms(m, wrong)
+
+
+@mutation("padded context rows are stored in slot 0", "context_slots")
+def padded_context_stored(m):
+    def wrong(right, fields, *, context_rows, **sizes):
+        inputs = right(fields, context_rows=context_rows, **sizes)
+        padded = m.xp.arange(context_rows) >= fields["num_rows"]
+        return inputs._replace(context_slots=m.xp.where(padded, 0, inputs.context_slots))
+
+    return step_inputs(m, wrong)
+
+
+@mutation("padded context rows are written where slot -1 wraps to", "pool")
+def padded_context_wraps(m):
+    return stored_slots(
+        m, lambda pool, slots: m.xp.where(slots < 0, pool.shape[2] * pool.shape[3] - 1, slots), ["store_context"]
+    )
+
+
+@mutation("ties go to the last id", "draft_tokens", case="ties")
+def last_of_a_tie(m):
+    def wrong(logits):
+        last = logits.shape[-1] - 1 - m.xp.argmax(m.xp.flip(logits, (-1,)), -1)
+        return last.astype(m.xp.int32) if hasattr(last, "astype") else last.to(m.xp.int32)
+
+    return [(m.sampling, "greedy", wrong)]
+
+
+@mutation("no rescaling when a later chunk of keys has a larger score", "layers.0.attn", case="long")
+def no_rescaling(m):
+    class NoDecay:
+        """The array module with an `exp` that is 1 for the rescaling factors, which have no axis of keys."""
+
+        def __getattr__(self, name):
+            return getattr(m.xp, name)
+
+        def exp(self, x):
+            return m.xp.ones_like(x) if x.ndim == 3 else m.xp.exp(x)
+
+    return [(m.dense, {"jax": "jnp", "torch": "torch"}[m.framework], NoDecay())]
 
 
 # --- not a bug

@@ -3,6 +3,8 @@
 Model channels, MLP units, value channels, feature channels and heads can be permuted, and signs flipped, without changing
 the function; in real arithmetic nothing changes, in the machine the order of sums does. How much the reference's own error
 changes is how much another implementation's may differ.
+
+On a CPU in bfloat16 another order of float32 sums hardly turns a rounding, so most bands are 1 to MARGIN there.
 """
 
 from dataclasses import dataclass, replace
@@ -159,6 +161,18 @@ class Band(NamedTuple):
         return rho is not None and rho <= self.high
 
 
+def distinct(x: np.ndarray) -> int:
+    """Elements of a tap that are not repeats: the mask rows of a block are alike in its first layer, and so are their
+    errors."""
+    rows = x.reshape(-1, x.shape[-1])
+    return len(np.unique(rows, axis=0)) * x.shape[-1]
+
+
+def independent(size: int) -> float:
+    """The largest ratio of two independent runs' errors over so many elements."""
+    return float(np.exp(SCATTER / np.sqrt(size)))
+
+
 class Reference:
     """An implementation's own run of a case and how its error scatters: made at first use, to be judged against often.
 
@@ -173,8 +187,15 @@ class Reference:
         self.floats = [tap for tap in self.table if tap.kind == "float"]
 
     def live(self, tap: Tap, trace: Trace) -> np.ndarray:
-        """The entries of a tap that are compared."""
-        return live_part(tap, trace[tap.name], self.case.live_reqs, self.case.live_rows)
+        """The entries of a tap that are compared: integers whole, since padded rows have theirs too."""
+        value = trace[tap.name]
+        return value if tap.kind == "int" else live_part(tap, value, self.case.live_reqs, self.case.live_rows)
+
+    @property
+    def longest_sum(self) -> int:
+        """Terms of the longest sum of a step: over features, channels, units, heads or keys."""
+        c, widths = self.case.config, [self.case.max_model_len, *(max(t.shape) for t in self.case.tensors.values())]
+        return max(c["num_attention_heads"] * c["head_dim"], *widths)
 
     @cached_property
     def trace(self) -> Trace:
@@ -195,7 +216,8 @@ class Reference:
     @cached_property
     def bands(self) -> dict[str, tuple[Band, Band]]:
         """Per float tap the bands of the local and of the end-to-end ratio, over NUM_SYMMETRIES changed cases. A tap of
-        fewer than FEW elements gets at least the band of independent runs."""
+        fewer than FEW elements gets at least the band of independent runs, and so does every end-to-end ratio: there one
+        rounding that turns makes the rest of a run another draw."""
         seen: dict[str, tuple[list, list]] = {tap.name: ([], []) for tap in self.floats}
         for seed in range(NUM_SYMMETRIES):
             traces = Symmetry(self.case, seed).runs(self.case, self.run, self.dtype, self.forced)
@@ -203,12 +225,21 @@ class Reference:
                 for values, trace, exact in zip(seen[tap.name], traces, (self.local_exact, self.exact), strict=True):
                     rho = self.ratio(tap, trace, exact)
                     values.append(float("inf") if rho is None else rho)
-        result = {name: tuple(Band(min(v), MARGIN * max(v)) for v in pair) for name, pair in seen.items()}
+        result = {}
         for tap in self.floats:
-            if (size := self.live(tap, self.trace).size) < FEW:
-                least = float(np.exp(SCATTER / np.sqrt(size)))
-                result[tap.name] = tuple(Band(b.low, max(b.high, least)) for b in result[tap.name])
+            local, free = (Band(min(1.0, *v), MARGIN * max(1.0, *v)) for v in seen[tap.name])
+            if (size := distinct(self.live(tap, self.exact))) < FEW:
+                local = Band(local.low, max(local.high, independent(size)))
+            result[tap.name] = local, Band(free.low, max(free.high, independent(self._free_size(tap))))
         return result
+
+    def _free_size(self, tap: Tap) -> int:
+        """Independent errors of a tap along a free run: what a token carries comes through the model's D channels."""
+        shape, D = self.live(tap, self.exact).shape, self.case.config["hidden_size"]
+        tokens = np.prod(
+            [n for n, name in zip(shape, tap.dims.split(), strict=True) if name in ("B", "T", "T-1", "C", "L")]
+        )
+        return int(tokens * min(np.prod(shape) // tokens, D))
 
     def ratio(self, tap: Tap, trace: Trace, exact: Trace) -> float | None:
         """`metrics.error_ratio` of another trace, live entries only."""

@@ -59,18 +59,18 @@ def evidence(result: Result) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def keep(result: Result, folder: str | Path, **meta: Any) -> Path:
+def keep(result: Result, folder: str | Path, device: str = "cpu") -> Path:
     """Write the case of a failed comparison with what it was judged to be; the name says where it fails."""
-    case = judged(result, **meta)
+    case = judged(result, device)
     tap = (result.first_divergence or "case").replace("/", "_")
     return cases.save(case, Path(folder) / f"{tap}-{cases.digest(case)}.safetensors")
 
 
-def judged(result: Result, **meta: Any) -> Case:
+def judged(result: Result, device: str = "cpu") -> Case:
     """The case with its verdict written into it."""
     verdict = {
         "ref": result.ref, "sut": result.sut, "dtype": result.dtype, "verdict": result.verdict,
         "tap": result.first_divergence, "taps": [tap.name for tap in tap_table(result.case.num_layers)],
-        **cases.environment(), **meta,
+        **cases.environment(device),
     }  # fmt: skip
     return cases.with_meta(result.case, **verdict)

@@ -60,8 +60,8 @@ def traced(call: Callable[[], Mapping[str, Any]], rerun: bool) -> Trace:
     return first
 
 
-def oracle(case: Case, dtype: str = "float64", forced: Trace | None = None) -> Trace:
-    """`oracle64`, plain numpy; always float64."""
+def oracle(case: Case, forced: Trace | None = None) -> Trace:
+    """`oracle64`, plain numpy."""
     columns = {name: case.columns[name] for name in PER_REQUEST}
     step = oracle64.Step(**columns, block_tables=case.columns["block_tables"], hidden_states=case.hidden_states)
     return oracle64.run(
@@ -125,14 +125,17 @@ def _run_jax(
     draft = parse_draft_config(case.config)
     config = engine_config(case, draft)
 
-    def array(x):
-        return jnp.asarray(x if kind == jnp.float64 else np.asarray(x, np.float32), kind)
+    def array(x, dtype=kind):
+        return jnp.asarray(x if kind == jnp.float64 else np.asarray(x, np.float32), dtype)
+
+    def forced_array(name, x):
+        return array(x, numerics.accum_dtype(kind) if name == "logits" else kind)  # logits are never rounded
 
     tensors = {name: array(value) for name, value in case.tensors.items()}
     embed, head = tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight")
     weights = drafter.pack(tensors, draft, embed, head)
     ints = jnp.asarray(config.layout(case.num_reqs).pack(case.columns, case.live_rows))
-    forced = {name: array(value) for name, value in (forced or {}).items()}
+    forced = {name: forced_array(name, value) for name, value in (forced or {}).items()}
 
     def step(weights, pool, rows, ints, forced):
         tap = Taps(level, forced)
@@ -168,14 +171,17 @@ def _run_torch(
     draft = parse_draft_config(case.config)
     config = engine_config(case, draft)
 
-    def array(x):
-        return torch.tensor(np.asarray(x)).to(device, kind)
+    def array(x, dtype=kind):
+        return torch.tensor(np.asarray(x)).to(device, dtype)
+
+    def forced_array(name, x):
+        return array(x, numerics.accum_dtype(kind) if name == "logits" else kind)  # logits are never rounded
 
     tensors = {name: array(value) for name, value in case.tensors.items()}
     embed, head = tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight")
     weights = drafter.pack(tensors, draft, embed, head)
     rows = array(features(case, draft))
-    forced = {name: array(value) for name, value in (forced or {}).items()}
+    forced = {name: forced_array(name, value) for name, value in (forced or {}).items()}
     ints = torch.from_numpy(config.layout(case.num_reqs).pack(case.columns, case.live_rows)).to(device)
 
     def step():
@@ -259,9 +265,13 @@ class Float64Worker:
         try:
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
-            answer = json.loads(self.process.stdout.readline() or '{"error": "it ended"}')
+            line = self.process.stdout.readline()
         except BrokenPipeError:
-            answer = {"error": "it ended"}
+            line = ""
+        try:
+            answer = json.loads(line or '{"error": "it ended"}')
+        except json.JSONDecodeError:
+            answer = {"error": f"it said {line.strip()[:80]!r}"}
         if "error" in answer:
             raise CannotRun(f"JAX in float64 failed in its own process: {answer['error']}")
         return load_file(folder / "trace.safetensors")
@@ -295,9 +305,10 @@ RUNNERS = ("jax", "jax.jitted", "jax.op", "jax.default", "torch.eager", "torch.s
 
 
 def runner(name: str, device: str = "cpu") -> Runner:
-    """`run(case, dtype, forced=None, level=2) -> Trace` of an implementation. Raises CannotRun."""
+    """`run(case, dtype, forced=None, level=2, rerun=True) -> Trace` of an implementation, which raises CannotRun. Raises
+    ValueError for a name that is none."""
     if name not in RUNNERS:
-        raise CannotRun(f"runner {name!r} is unknown; pass one of {', '.join(RUNNERS)}")
+        raise ValueError(f"runner {name!r} is unknown; pass one of {', '.join(RUNNERS)}")
     package, _, mode = name.partition(".")
     compiled: dict[str, Any] = {}  # of this runner only: another one may see a package with a bug planted in it
 
@@ -313,14 +324,17 @@ def runner(name: str, device: str = "cpu") -> Runner:
             if dtype == "float64":
                 return float64_worker().run(case, forced)
             return _run_jax(case, dtype, forced, level, mode or "jit", rerun, compiled)
-        except ImportError as error:
-            raise CannotRun(f"{name} cannot run here: {error}") from None
+        except (CannotRun, NotDeterministic):
+            raise
+        except Exception as error:
+            # Whatever a package raises is its own failure to run, never the user's input or a verdict.
+            raise CannotRun(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}") from error
 
     return run
 
 
-def float64_run(case: Case, name: str) -> Trace:
-    """The same code in float64 on the CPU."""
-    if name.startswith("torch"):
-        return _run_torch(case, "float64", None, 2, "dense", "cpu")
-    return float64_worker().run(case)
+def float64_run(case: Case, name: str, forced: Trace | None = None) -> Trace:
+    """The same code in float64 on the CPU: one process with x64 for all ways of running JAX, eager for a CUDA graph.
+    Raises CannotRun."""
+    name = {"torch.graph": "torch.eager"}.get(name, name)
+    return runner(name if name.startswith("torch") else "jax")(case, "float64", forced, rerun=False)

@@ -36,6 +36,13 @@ def narrow() -> Case:
     )  # fmt: skip
 
 
+def ties() -> Case:
+    """Every row of the LM head twice: each draft is a tie, which goes to the lowest id. No draft is decided."""
+    case = cases.build("ties", [Request(0, 5), Request(9, 2, 1)], seed=3, num_layers=1, hidden_size=32, vocab_size=40)
+    head = case.tensors["lm_head.weight"]
+    return replace(case, tensors=case.tensors | {"lm_head.weight": np.concatenate([head[:20], head[:20]])})
+
+
 @cache
 def builtin(offset: int = 0) -> Case:
     """The shipped drafter after three real prompts, the `offset`-th and on: hidden states of the shipped target, in
@@ -92,4 +99,4 @@ def builtin(offset: int = 0) -> Case:
     )
 
 
-CASES = {"mixed": mixed, "long": long, "narrow": narrow, "builtin": builtin}
+CASES = {"mixed": mixed, "long": long, "narrow": narrow, "ties": ties, "builtin": builtin}

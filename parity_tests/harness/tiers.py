@@ -33,9 +33,20 @@ def weights(case: Case) -> list[str]:
         back = m.drafter.unpack(packed, draft)
         for name in sorted(back.keys() ^ own.keys()):
             faults.append(f"{framework}: tensor {name} is {'invented' if name in back else 'lost'} by packing")
+        plain = {name: runners.numpy_trace({"": value})[""] for name, value in own.items()}
         for name in sorted(back.keys() & own.keys()):
-            if not np.array_equal(*(runners.numpy_trace({"": v[name]})[""] for v in (back, own))):
+            if not np.array_equal(runners.numpy_trace({"": back[name]})[""], plain[name]):
                 faults.append(f"{framework}: tensor {name} comes back changed from packing")
+        # Context K and V are packed a second time, in arrays that unpacking does not read.
+        layers = range(draft.geometry.num_layers)
+        fused = np.concatenate([plain[f"layers.{i}.self_attn.{p}_proj.weight"] for i in layers for p in "kv"])
+        norms = np.stack([plain[f"layers.{i}.self_attn.k_norm.weight"] for i in layers])
+        for name, found, expected in (
+            ("context_kv", packed.context_kv.T if framework == "jax" else packed.context_kv, fused),
+            ("context_k_norm", packed.context_k_norm, norms),
+        ):
+            if not np.array_equal(runners.numpy_trace({"": found})[""], expected):
+                faults.append(f"{framework}: {name} is not every layer's own tensors, in order")
     return faults
 
 
@@ -85,14 +96,19 @@ def _differences(table, a: Trace, b: Trace, live) -> list[str]:
 
 
 def batch_mates(case: Case, sut: str, dtype: str, device: str = "cpu") -> list[str]:
-    """Tier 5: with other features, anchor and context in request 0 the others keep their bits in the same bucket."""
+    """Tier 5: with other features, anchor and stored context in request 0 the others keep their bits in the same bucket."""
     run, rng = runners.runner(sut, device), np.random.default_rng(0)
     rows = case.columns["num_context"][0]
     states = case.hidden_states.copy()
     states[:, :rows] = cases.exact(rng.standard_normal(states[:, :rows].shape))
     anchors = case.columns["last_sampled"].copy()
     anchors[0] = 0
-    other = replace(case, hidden_states=states, columns=case.columns | {"last_sampled": anchors})
+    pages = case.columns["block_tables"][0]
+    pages, pool = pages[pages > 0], case.pool.copy()
+    pool[:, :, pages] = np.where(
+        np.isnan(pool[:, :, pages]), np.nan, cases.exact(rng.standard_normal(pool[:, :, pages].shape))
+    )
+    other = replace(case, hidden_states=states, pool=pool, columns=case.columns | {"last_sampled": anchors})
     a, b = run(case, dtype), run(other, dtype)
 
     def mates(tap: Tap, x):

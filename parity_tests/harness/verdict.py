@@ -9,18 +9,25 @@ from jax_dflash.taps import Tap
 from parity_tests.harness import metrics, null, runners
 from parity_tests.harness.attribution import Attribution, attribute
 from parity_tests.harness.case import Case
+from parity_tests.harness.null import distinct
 from parity_tests.harness.runners import NotDeterministic, Trace
 
 OK, WRONG, ROUNDING = "ok", "wrong maths", "rounding policy differs"
 NOT_DETERMINISTIC, PERTURBED = "not deterministic", "taps perturb"
 # The same function in another order differs by 2e-15 (5.6e-14 with shifted positions); the weakest of the planted bugs
-# that are not roundings by 1.4e-5.
+# that are not roundings by 1e-5.
 FP64_LIMIT = 1e-11
 SIGMAS = 5  # no argmax of a legitimate bfloat16 run turned beyond 4 sigma of its own error in 1,560 tokens
 # The contract's count of roundings is held within these factors of the relative RMS error 0.42 u sqrt(n): operands that
-# are rounded and then amplified (exp, silu) or added to something larger count for more or less than one.
-CONTRACT_BAND = (0.7, 1.4)
+# are rounded and then amplified (exp, silu) or added to something larger count for more or less than one. A single
+# rounding has nothing before it: 0.9 to 1.1 of one were measured, two are another policy.
+CONTRACT_BAND, SINGLE_BAND = (0.7, 1.4), (0.75, 1.2)
 NO_ROUNDING = 0.01  # an error of a tenth of one rounding's: float32 sums in another order make 1e-5 of it
+# Times the contract: more is no policy. Scores rounded before the softmax, the worst of the public ones, make 11 times it;
+# reversed heads in bfloat16 alone 200,000.
+GROSS = 50
+COPIES = ("features", "embeds")  # taps without arithmetic: whatever differs there is wrong
+FOLLOWS = "follows"  # right from right values before it, off because of an earlier tap
 
 
 @dataclass
@@ -63,8 +70,9 @@ def compare(
     rows = {tap.name: _row(tap) for tap in reference.table}
     result = Result(case, ref, sut, dtype, list(rows.values()))
     try:
-        _semantics(result, reference, rows, sides)
-        if dtype != "float64" and not (stop_early and not result.ok):
+        _semantics(result, reference, rows, sides, stop_early)
+        comparable = all("shape" in row for row in result.rows)
+        if comparable and dtype != "float64" and not (stop_early and not result.ok):
             _rounding(result, reference, rows, device, level)
     except NotDeterministic as error:
         result.verdict, result.first_divergence = NOT_DETERMINISTIC, str(error)
@@ -91,26 +99,53 @@ def _fail(result: Result, row: dict[str, Any], verdict: str, side: str, attribut
         result.attribution = attribution
 
 
-def _semantics(result: Result, reference: null.Reference, rows: dict[str, dict], sides: tuple[str, ...]) -> None:
-    """Tier 1: each side's own code in float64 against the oracle, each tap in order."""
-    exact, live = reference.exact, reference.live
+def _semantics(
+    result: Result, reference: null.Reference, rows: dict[str, dict], sides: tuple[str, ...], stop_early: bool
+) -> None:
+    """Tier 1: each side's own code in float64 against the oracle, each tap in order. After a wrong tap the later ones are
+    computed from the oracle's values too, to tell those that are wrong themselves from those that follow."""
+    exact = reference.exact
     result.traces["oracle"] = exact
     for side in dict.fromkeys(sides):
         trace = runners.float64_run(result.case, side)
         if trace.keys() != exact.keys():
             return _other_taps(result, side, trace, exact)
-        for tap in reference.table:
-            ours, theirs = live(tap, trace), live(tap, exact)
-            row = rows[tap.name]
-            row["shape"] = list(theirs.shape)
-            if tap.kind in ("int", "token"):
-                wrong = not np.array_equal(ours, theirs)
-            else:
-                error = metrics.relative_rmse(ours, theirs) if ours.shape == theirs.shape else float("inf")
-                row["fp64"] = max(row.get("fp64", 0.0), error)
-                wrong = not error <= FP64_LIMIT
-            if wrong:
-                _fail(result, row, WRONG, side, attribute(tap, ours, theirs))
+        failing = [tap for tap in reference.table if _float64_error(reference, rows, tap, trace) > FP64_LIMIT]
+        if not failing:
+            continue
+        forced = {tap.name: exact[tap.name] for tap in reference.floats if tap.name != "features"}
+        local = trace if stop_early else runners.float64_run(result.case, side, forced)
+        for tap in failing:
+            _fail(
+                result,
+                rows[tap.name],
+                WRONG,
+                side,
+                attribute(tap, reference.live(tap, trace), reference.live(tap, exact)),
+            )
+            if (
+                tap is not failing[0]
+                and _error(tap, reference.live(tap, local), reference.live(tap, exact)) <= FP64_LIMIT
+            ):
+                rows[tap.name]["verdict"] = FOLLOWS
+
+
+def _error(tap: Tap, ours: np.ndarray, exact: np.ndarray) -> float:
+    """Relative RMSE of floats and pools; 0 or infinity for what must be equal."""
+    if ours.shape != exact.shape:
+        return float("inf")
+    if tap.kind in ("int", "token"):
+        return 0.0 if np.array_equal(ours, exact) else float("inf")
+    return metrics.relative_rmse(ours, exact)
+
+
+def _float64_error(reference: null.Reference, rows: dict[str, dict], tap: Tap, trace: Trace) -> float:
+    row, exact = rows[tap.name], reference.live(tap, reference.exact)
+    error = _error(tap, reference.live(tap, trace), exact)
+    row["shape"] = list(exact.shape)
+    if tap.kind in ("float", "pool"):
+        row["fp64"] = max(row.get("fp64", 0.0), error)
+    return error
 
 
 def _rounding(result: Result, reference: null.Reference, rows: dict[str, dict], device: str, level: int) -> None:
@@ -127,28 +162,52 @@ def _rounding(result: Result, reference: null.Reference, rows: dict[str, dict], 
     result.traces |= {"ref": reference.trace, "sut": free, "local": local, "local_exact": reference.local_exact}
     for tap in reference.table:
         row = rows[tap.name]
+        for side, trace in ((result.ref, reference.trace), (result.sut, local)):
+            if (said := _local(tap, row, reference, trace, dtype, level)) != OK:
+                where = attribute(tap, live(tap, trace), live(tap, reference.local_exact))
+                _fail(result, row, said, side, where)
         if tap.kind == "int" and not np.array_equal(live(tap, free), live(tap, reference.exact)):
             _fail(result, row, WRONG, result.sut, attribute(tap, live(tap, free), live(tap, reference.exact)))
-        if tap.kind in ("int", "token"):
-            continue
-        ours, truth = live(tap, local), live(tap, reference.local_exact)
-        row["rho_local"] = reference.ratio(tap, local, reference.local_exact)
-        row["rho_e2e"] = reference.ratio(tap, free, reference.exact)
-        row["rel_rmse_u"] = metrics.relative_rmse(ours, truth) / metrics.UNIT[dtype]
-        if tap.kind == "pool":
-            passes, drifts = row["rho_local"] is not None, False
-        else:
-            local_band, end_band = reference.bands[tap.name]
-            row["band_local"], row["band_e2e"] = list(local_band), list(end_band)
-            row["roundings"] = metrics.roundings(ours, truth, dtype)
+        if tap.kind in ("float", "pool"):
+            row["rho_e2e"] = reference.ratio(tap, free, reference.exact)
+        if tap.kind == "float":
             _units(row, live(tap, free), live(tap, reference.exact), dtype)
-            passes = local_band.holds(row["rho_local"]) and (level == 1 or _in_contract(tap, row, dtype))
-            drifts = not end_band.holds(row["rho_e2e"])
-        if not passes:
-            _fail(result, row, _kind(row), result.sut, attribute(tap, ours, truth))
-        elif drifts:
-            _fail(result, row, ROUNDING, result.sut, attribute(tap, live(tap, free), live(tap, reference.exact)))
+            row["band_e2e"] = list(reference.bands[tap.name][1])
+            if dtype == "bfloat16" and not reference.bands[tap.name][1].holds(row["rho_e2e"]) and row["verdict"] == OK:
+                _fail(result, row, ROUNDING, result.sut, attribute(tap, live(tap, free), live(tap, reference.exact)))
     _tokens(result, reference, rows, free)
+
+
+def _local(tap: Tap, row: dict[str, Any], reference: null.Reference, trace: Trace, dtype: str, level: int) -> str:
+    """What a tap's own error says when it is computed from the reference's values; fills the row's local figures."""
+    ours, exact = reference.live(tap, trace), reference.live(tap, reference.local_exact)
+    if tap.kind in ("int", "token"):
+        return OK if np.array_equal(ours, exact) else WRONG
+    row["rho_local"] = ratio = reference.ratio(tap, trace, reference.local_exact)
+    row["rel_rmse_u"] = metrics.relative_rmse(ours, exact) / metrics.UNIT[dtype]
+    if tap.kind == "pool" or tap.name in COPIES:
+        stored = ratio is not None and metrics.same_nonfinite(ours, exact)
+        return OK if stored and (tap.kind == "pool" or row["rel_rmse_u"] == 0) else WRONG
+    row["band_local"] = list(reference.bands[tap.name][0])
+    # float32 errs as much in a sum's additions as in its rounding, and every framework sums in another order: no ratio of
+    # two of them says anything. A sum of K terms makes at most some K roundings' error, and an angle of p radians p of
+    # them in amplitude.
+    count = metrics.roundings(ours, exact, dtype)
+    most = max(1, tap.roundings)
+    if dtype == "float32":
+        rotated = tap.name.rpartition(".")[2] in ("q", "k", "context_k")
+        most += reference.longest_sum + (reference.case.max_model_len**2 if rotated else 0)
+    if not count <= GROSS * most:
+        return WRONG
+    if dtype == "float32":
+        return OK if count <= CONTRACT_BAND[1] ** 2 * most else ROUNDING
+    row["roundings"] = count
+    kept = level == 1 or _in_contract(tap, count, metrics.roundings(*_pair(tap, reference), dtype), distinct(exact))
+    return OK if kept and reference.bands[tap.name][0].holds(ratio) else ROUNDING
+
+
+def _pair(tap: Tap, reference: null.Reference) -> tuple[np.ndarray, np.ndarray]:
+    return reference.live(tap, reference.trace), reference.live(tap, reference.local_exact)
 
 
 def _units(row: dict[str, Any], ours: np.ndarray, exact: np.ndarray, dtype: str) -> None:
@@ -171,24 +230,19 @@ def _replayed(result: Result, reference: null.Reference, rows: dict[str, dict], 
                 result.tokens = {"compared": ours.size, "equal": equal, "undecidable": 0, "decided_unequal": 0}
 
 
-def _kind(row: dict[str, Any]) -> str:
-    """A tap that is off in the working dtype only rounds elsewhere; one that float64 found wrong is wrong."""
-    return WRONG if row["verdict"] == WRONG else ROUNDING
-
-
 def contract_band(tap: Tap, size: int) -> tuple[float, float]:
-    """How many roundings an error of `size` elements may look like: the contract's, within CONTRACT_BAND of the RMS error
-    and the scatter of so many elements (half of what `null.SCATTER` says of a ratio of two)."""
+    """How many roundings an error of `size` distinct elements may look like: the contract's, within the factors above of
+    the RMS error and the scatter of so many elements (half of what `null.SCATTER` says of a ratio of two)."""
     scatter = float(np.exp(2 * null.SCATTER / np.sqrt(2 * size)))
-    low, high = CONTRACT_BAND
+    low, high = SINGLE_BAND if tap.roundings == 1 else CONTRACT_BAND
     return low**2 * (tap.roundings - tap.faint) / scatter, max(high**2 * tap.roundings * scatter, NO_ROUNDING)
 
 
-def _in_contract(tap: Tap, row: dict[str, Any], dtype: str) -> bool:
-    """Whether the error is that of the contract's roundings. float32 sums err as much as its roundings do, so there the
-    contract says nothing."""
-    low, high = contract_band(tap, int(np.prod(row["shape"])))
-    return dtype != "bfloat16" or low <= row["roundings"] <= high
+def _in_contract(tap: Tap, count: float, reference_count: float, size: int) -> bool:
+    """Whether an error is that of the contract's roundings. Less is none of them missing where the reference errs as
+    little: a case may leave nothing to round."""
+    low, high = contract_band(tap, size)
+    return count <= high and (low <= count or reference_count < low)
 
 
 def _tokens(result: Result, reference: null.Reference, rows: dict[str, dict], free: Trace) -> None:
@@ -202,5 +256,7 @@ def _tokens(result: Result, reference: null.Reference, rows: dict[str, dict], fr
         "compared": int(ours.size), "equal": int((ours == theirs).sum()), "undecidable": int((~decided).sum()),
         "decided_unequal": int(unequal.sum()),
     }  # fmt: skip
-    if unequal.any():
+    if unequal.any() and result.verdict == ROUNDING:
+        result.verdict = WRONG  # what turns a decided draft is no policy; it begins where it began
+    elif unequal.any():
         _fail(result, rows[tap.name], WRONG, result.sut, attribute(tap, np.where(decided, ours, theirs), theirs))
