@@ -53,7 +53,7 @@ class DecoderLayer(nnx.Module):
 
 def tensors(module: nnx.Module) -> dict[str, Array]:
     """The parameters under their checkpoint names, torch layout: the canonical tree."""
-    state = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    state = nnx.to_flat_state(nnx.state(module))
     return {".".join(map(str, path)): param[...] for path, param in state}
 
 

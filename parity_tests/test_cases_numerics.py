@@ -32,7 +32,7 @@ def assert_exact_products(f, move=lambda x: x):
     identity = move(f.floats(np.eye(256)))
     products = [f.numerics.linear(a, identity)]
     heads = draft_weights(f)._replace(lm_head=identity)
-    products.append(f.drafter.compute_logits(heads, a[None])[0])
+    products.append(f.drafter.compute_logits(heads, resized(vocab_size=256), a[None])[0])
     products.append(f.drafter.combine_hidden_states(heads._replace(fc=identity), a))
     for product in products:
         found = numpy(product.cpu() if isinstance(product, torch.Tensor) else product)
@@ -120,7 +120,7 @@ def test_bfloat16_products_accumulate_in_float32(f):
     )
     # Logits are not rounded either: 1001 is no bfloat16.
     heads = draft_weights(f, dtype="bfloat16")._replace(lm_head=f.floats(np.ones((5, 1001)), "bfloat16"))
-    logits = f.drafter.compute_logits(heads, f.floats(np.ones((2, 1001)), "bfloat16"))
+    logits = f.drafter.compute_logits(heads, resized(vocab_size=256), f.floats(np.ones((2, 1001)), "bfloat16"))
     assert numpy(logits).tolist() == [[1001] * 5] * 2
     norm = f.layers.rms_norm(ones, f.floats(np.ones(1000), "bfloat16"), 0.0)
     assert np.all(numpy(norm) == 1)

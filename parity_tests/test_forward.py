@@ -74,7 +74,7 @@ def test_residual_add_rounds_once(f):
 def test_logits_stay_in_float32(f):
     """Logits rounded to bfloat16, which ties tokens: 256 + 1 needs nine bits."""
     weights = draft_weights(f, dtype="bfloat16")._replace(lm_head=f.floats([[256.0, 1.0], [1.0, 1.0]], "bfloat16"))
-    logits = f.drafter.compute_logits(weights, f.floats([[[1.0, 1.0]]], "bfloat16"))
+    logits = f.drafter.compute_logits(weights, DRAFT, f.floats([[[1.0, 1.0]]], "bfloat16"))
     assert numpy(logits).tolist() == [[[257.0, 2.0]]]
 
 

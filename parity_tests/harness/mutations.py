@@ -476,8 +476,8 @@ def anchor_of_prefill(m):
 def logits_rounded(m):
     right = m.drafter.compute_logits
 
-    def wrong(weights, hidden):
-        logits = right(weights, hidden)
+    def wrong(weights, config, hidden):
+        logits = right(weights, config, hidden)
         rounded = m.numerics.store(logits, hidden.dtype)
         return rounded.astype(logits.dtype) if hasattr(rounded, "astype") else rounded.to(logits.dtype)
 
