@@ -88,22 +88,21 @@ class TargetConfig:
         return self.geometry.vocab_size
 
 
+def plain_rope(geometry: Geometry) -> Rope:
+    """RoPE of all channels by `geometry.rope_theta`: a target's."""
+    return Rope(type="default", theta=geometry.rope_theta, rotary_dim=geometry.head_dim)
+
+
 def plain_layers(geometry: Geometry) -> tuple[Layer, ...]:
     """Layers with full bidirectional attention and plain RoPE of `geometry.rope_theta`: Qwen3-era drafters."""
-    rope = Rope(type="default", theta=geometry.rope_theta, rotary_dim=geometry.head_dim)
-    return (Layer(window=None, causal=False, rope=rope),) * geometry.num_layers
+    return (Layer(window=None, causal=False, rope=plain_rope(geometry)),) * geometry.num_layers
 
 
 def unsupported(config: DraftConfig) -> str | None:
     """What of this drafter is read but not computed yet, or None."""
-    ropes = {layer.rope for layer in config.layers}
-    g = config.geometry
     found = {
         "sliding windows (layer_types)": any(layer.window is not None for layer in config.layers),
         "causal layers": any(layer.causal for layer in config.layers),
-        "YaRN (rope_type yarn)": any(rope.type != "default" for rope in ropes),
-        "RoPE of a part of the channels (partial_rotary_factor)": any(rope.rotary_dim != g.head_dim for rope in ropes),
-        "RoPE that differs between layers": len(ropes) > 1,
     }
     return next((feature for feature, there in found.items() if there), None)
 

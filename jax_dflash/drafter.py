@@ -44,9 +44,12 @@ class Drafter(nnx.Module):
             self.d2t = nnx.Variable(jnp.zeros(tables["d2t"], jnp.int32))
 
 
-def load_drafter(directory: str | Path, dtype: jnp.dtype | None = None) -> tuple[DraftConfig, Drafter]:
-    """A published checkpoint folder; tensors as stored, or converted to `dtype`. Raises InputError."""
-    config = load_draft_config(directory)
+def load_drafter(
+    directory: str | Path, dtype: jnp.dtype | None = None, *, yarn_attention: str = "mscale"
+) -> tuple[DraftConfig, Drafter]:
+    """A published checkpoint folder; tensors as stored, or converted to `dtype`. `yarn_attention` as in
+    `parse_draft_config`. Raises InputError."""
+    config = load_draft_config(directory, yarn_attention=yarn_attention)
     refuse_unsupported(config, source=str(directory))
     values = load_draft_tensors(directory, config, dtype)
     return config, from_tensors(partial(Drafter, own=values), config, values)
@@ -130,6 +133,12 @@ def combine_hidden_states(weights: DraftWeights, features_CF: Float[Array, "C F"
         return linear(features_CF, weights.fc)
 
 
+def rope_tables(config: DraftConfig, positions: Int[Array, "..."], dtype: jnp.dtype) -> list[tuple[Array, Array]]:
+    """Each layer's cos and sin; layers that rotate alike share them."""
+    tables = {rope: rope_table(positions, rope, dtype) for rope in dict.fromkeys(layer.rope for layer in config.layers)}
+    return [tables[layer.rope] for layer in config.layers]
+
+
 def precompute_context_kv(
     weights: DraftWeights,
     config: DraftConfig,
@@ -146,7 +155,11 @@ def precompute_context_kv(
         )
         k_LCKH, v_LCKH = jnp.moveaxis(kv, 0, 2).swapaxes(0, 1)
         k_norm = jax.vmap(lambda k, weight: rms_norm(k, weight, g.rms_norm_eps))
-        k_LCKH = apply_rope(k_norm(k_LCKH, weights.context_k_norm), rope_table(positions_C, g, x_CD.dtype))
+        k_LCKH, tables = k_norm(k_LCKH, weights.context_k_norm), rope_tables(config, positions_C, x_CD.dtype)
+        if len({layer.rope for layer in config.layers}) == 1:  # all layers in one rotation
+            k_LCKH = apply_rope(k_LCKH, tables[0])
+        else:
+            k_LCKH = jnp.stack([apply_rope(k, table) for k, table in zip(k_LCKH, tables, strict=True)])
         return jnp.stack([tap("context_k", k_LCKH), tap("context_v", v_LCKH)], axis=1)
 
 
@@ -164,8 +177,8 @@ def query_forward(
     `attend(pool, layer, q, k, v) -> (pool, o)` stores the block's K/V and then reads context and block; it is all that
     differs between pages, kernels and the training mask.
     """
-    table = rope_table(positions_BT, config.geometry, x_BTD.dtype)
-    for layer, layer_weights in enumerate(weights.layers):
+    tables = rope_tables(config, positions_BT, x_BTD.dtype)
+    for layer, (layer_weights, table) in enumerate(zip(weights.layers, tables, strict=True)):
         with jax.named_scope(f"layers.{layer}"):
 
             def attend_layer(pool, q, k, v, layer=layer):

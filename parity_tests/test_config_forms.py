@@ -238,6 +238,7 @@ def test_yarn_and_null():
     for kind in ("llama3", "linear", "dynamic", "longrope", 3):
         refuse(zlab(rope_scaling={"rope_type": kind, "factor": 2.0}), "key 'rope_scaling.rope_type' is", repr(kind))
     refuse(zlab(rope_scaling={"rope_type": "yarn"}), "key 'rope_scaling.factor' is missing")
+    refuse(zlab(rope_scaling=YARN, rope_theta=1.0), "rope_theta=1.0 of key 'rope_scaling'; YaRN needs more than 1")
     refuse(zlab(rope_scaling=YARN, rope_parameters={"rope_type": "default"}), "ask for different RoPE")
     refuse(zlab(rope_scaling="yarn"), "key 'rope_scaling' is 'yarn', expected dict")
 
@@ -486,8 +487,6 @@ def test_quantised_speculators():
     "changes, feature",
     [
         ({}, None),
-        ({"rope_scaling": YARN}, "YaRN"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"layer_types": [S, F, F], "sliding_window": 4}, "sliding windows"),
         ({"is_causal": True}, "causal"),
     ],

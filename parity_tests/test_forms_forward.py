@@ -6,6 +6,7 @@ attention kernels. Numbers C.. are cases met by users.
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -182,11 +183,16 @@ def narrow(raw: dict) -> dict:
     return raw
 
 
+# Four channel pairs: one kept, two on the ramp, one divided.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 FEATURES = {
     "biases": zlab(attention_bias=True),
     "scales": zlab(logit_scale=0.5, embed_scale=4.0),
     "target width": zlab(target_hidden_size=20),
     "reduced vocabulary": zlab(draft_vocab_size=12),
+    "yarn": zlab(rope_theta=100, rope_scaling=YARN),
+    "partial rotary": zlab(partial_rotary_factor=0.5),
+    "yarn of a part": zlab(rope_theta=100, partial_rotary_factor=0.5, rope_scaling=YARN),
 }
 
 
@@ -292,3 +298,72 @@ def test_a_scaled_embedding_rounds_once(f):
     config = parse_draft_config(zlab(embed_scale=1.00390625))
     weights = packed(f, config, values_of(config), "bfloat16")._replace(embed_tokens=f.floats([[3.0]], "bfloat16"))
     assert numpy(f.drafter.embed(weights, config, f.ints([[0]]))).tolist() == [[[3.015625]]]
+
+
+def rope_of(**changes):
+    """The RoPE of a drafter's configuration."""
+    return parse_draft_config(zlab(**changes)).layers[0].rope
+
+
+def cos_sin(f, positions, rope):
+    return [numpy(x) for x in f.layers.rope_table(f.ints(positions), rope, f.numerics.as_dtype("float32"))]
+
+
+def test_yarn_frequencies(f):
+    """C21: YaRN ignored, or its ramp between other channels. theta 1e4, 8 channels, 1024 positions: 32 turns at pair
+    log10(1024 / 64 pi) = 0.707 and one at 2.212, in whole pairs 0 and 3: shares of the divided one are 0, 1/3, 2/3, 1."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    whole, exact = (rope_of(rope_theta=1e4, rope_scaling=yarn | {"truncate": truncate}) for truncate in (True, False))
+    np.testing.assert_allclose(f.layers.inverse_frequencies(whole), [1, 0.075, 0.005, 0.00025], rtol=1e-12)
+    shares = np.array([0, (1 - 0.70697) / 1.50515, (2 - 0.70697) / 1.50515, 1])
+    plain = np.array([1, 0.1, 0.01, 0.001])
+    np.testing.assert_allclose(f.layers.inverse_frequencies(exact), plain * (1 - 0.75 * shares), rtol=2e-5)
+    np.testing.assert_allclose(f.layers.inverse_frequencies(rope_of(rope_theta=1e4)), plain, rtol=1e-15)
+    _, sin = cos_sin(f, [1], replace(whole, attention_factor=1.0))
+    np.testing.assert_allclose(sin[0], np.sin([1, 0.075, 0.005, 0.00025]), rtol=3e-7)
+
+
+@pytest.mark.parametrize(
+    "factor, option, value",
+    [
+        (16.0, "mscale", 1.0),
+        (16.0, "ignore-mscale", 1.2772588722),
+        (64.0, "mscale", 1.0),
+        (64.0, "ignore-mscale", 1.4158883083),
+    ],
+)
+def test_yarn_attention_factor_scales_cos_and_sin(f, factor, option, value, tmp_path):
+    """C22: mscale / mscale_all_dim ignored, or honoured where a server does not, by the loader's own option; a factor on
+    one of cos and sin, or of q and k (their scores grow by its square)."""
+    raw = zlab(rope_scaling={"rope_type": "yarn", "factor": factor, "mscale": 1.0, "mscale_all_dim": 1.0})
+    folder = write(tmp_path / "drafter", raw, tensors(raw))
+    rope = f.drafter.load_drafter(folder, yarn_attention=option)[0].layers[0].rope
+    cos, sin = cos_sin(f, [0, 7], rope)
+    np.testing.assert_allclose(cos[0], value, rtol=1e-7)
+    np.testing.assert_allclose(np.hypot(cos[1], sin[1]), value, rtol=3e-7)
+    q = f.floats([[[1.0, 2, 3, 4, 5, 6, 7, 8]]])
+    rotated = numpy(f.layers.apply_rope(q, f.layers.rope_table(f.ints([7]), rope, q.dtype)))
+    np.testing.assert_allclose((rotated**2).sum(), value**2 * 204, rtol=1e-6)
+
+
+def test_partial_rotary_is_half_split_inside_its_channels(f):
+    """C19: pairs made over the whole head, or the channels past rotary_dim rotated too; at position 1 of theta 1e4."""
+    table = f.layers.rope_table(f.ints([1]), rope_of(rope_theta=1e4, partial_rotary_factor=0.5), f.floats(0).dtype)
+    y = numpy(f.layers.apply_rope(f.floats([[[1, 2, 3, 4, 5, 6, 7, 8]]]), table))[0, 0]
+    np.testing.assert_allclose(y[:4], [-1.984111, 1.959901, 2.462378, 4.019800], atol=1e-6)
+    assert y[4:].tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("name, options", KINDS, ids=IDS)
+def test_rope_by_layer(name, options):
+    """C25: one table for layers that rotate differently, in the block or in the context: theta 1e4 and 1e6, all channels
+    and half of them."""
+    f, config = FRAMEWORKS[name], parse_draft_config(zlab())
+    ropes = rope_of(rope_theta=1e4), rope_of(rope_theta=1e6, partial_rotary_factor=0.5), rope_of(rope_scaling=YARN)
+    config = replace(config, layers=tuple(replace(config.layers[0], rope=rope) for rope in ropes))
+    tables = f.drafter.rope_tables(config, f.ints([100]), f.floats(0).dtype)
+    for layer, theta, pairs in ((0, 1e4, 4), (1, 1e6, 2)):
+        inv_freq = theta ** (-np.arange(pairs) / pairs)
+        np.testing.assert_allclose(numpy(tables[layer][1])[0], np.sin(100 * inv_freq), atol=1e-5)
+    values = values_of(config)
+    assert apart(step(f, options, config, packed(f, config, values)), config, values) <= 1e-5

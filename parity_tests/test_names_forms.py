@@ -208,8 +208,6 @@ def test_a_mask_row_of_its_own(f, tmp_path):
     "raw, feature",
     [
         (zlab(is_causal=True), "causal layers"),
-        (zlab(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "YaRN"),
-        (zlab(partial_rotary_factor=0.5), "partial_rotary_factor"),
         (muse(), "sliding windows"),
     ],
 )

@@ -52,10 +52,15 @@ class Drafter(nn.Module):
 
 
 def load_drafter(
-    directory: str | Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    directory: str | Path,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    yarn_attention: str = "mscale",
 ) -> tuple[DraftConfig, Drafter]:
-    """A published checkpoint folder; tensors as stored, or converted to `dtype`. Raises InputError."""
-    config = load_draft_config(directory)
+    """A published checkpoint folder; tensors as stored, or converted to `dtype`. `yarn_attention` as in
+    `parse_draft_config`. Raises InputError."""
+    config = load_draft_config(directory, yarn_attention=yarn_attention)
     refuse_unsupported(config, source=str(directory))
     values = load_draft_tensors(directory, config, dtype, device)
     return config, from_tensors(partial(Drafter, own=values), config, values)
@@ -137,6 +142,12 @@ def combine_hidden_states(weights: DraftWeights, features_CF: Float[Tensor, "C F
     return linear(features_CF, weights.fc)
 
 
+def rope_tables(config: DraftConfig, positions: Int[Tensor, "..."], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
+    """Each layer's cos and sin; layers that rotate alike share them."""
+    tables = {rope: rope_table(positions, rope, dtype) for rope in dict.fromkeys(layer.rope for layer in config.layers)}
+    return [tables[layer.rope] for layer in config.layers]
+
+
 def precompute_context_kv(
     weights: DraftWeights,
     config: DraftConfig,
@@ -151,9 +162,12 @@ def precompute_context_kv(
         -1, (g.num_layers, 2, g.num_kv_heads, g.head_dim)
     )
     k_LCKH, v_LCKH = kv.permute(2, 1, 0, 3, 4)
-    k_norm = zip(k_LCKH, weights.context_k_norm, strict=True)
+    k_norm, tables = zip(k_LCKH, weights.context_k_norm, strict=True), rope_tables(config, positions_C, x_CD.dtype)
     k_LCKH = torch.stack([rms_norm(k, weight, g.rms_norm_eps) for k, weight in k_norm])
-    k_LCKH = apply_rope(k_LCKH, rope_table(positions_C, g, x_CD.dtype))
+    if len({layer.rope for layer in config.layers}) == 1:  # all layers in one rotation
+        k_LCKH = apply_rope(k_LCKH, tables[0])
+    else:
+        k_LCKH = torch.stack([apply_rope(k, table) for k, table in zip(k_LCKH, tables, strict=True)])
     return torch.stack([tap("context_k", k_LCKH), tap("context_v", v_LCKH)], dim=1)
 
 
@@ -170,8 +184,8 @@ def query_forward(
 
     `attend(pool, layer, q, k, v) -> (pool, o)` stores the block's K/V and then reads context and block.
     """
-    table = rope_table(positions_BT, config.geometry, x_BTD.dtype)
-    for layer, layer_weights in enumerate(weights.layers):
+    tables = rope_tables(config, positions_BT, x_BTD.dtype)
+    for layer, (layer_weights, table) in enumerate(zip(weights.layers, tables, strict=True)):
 
         def attend_layer(pool, q, k, v, layer=layer):
             return attend(pool, layer, q, k, v)
