@@ -294,6 +294,8 @@ def _scaled(keys: Keys, path: str, plain: Rope, max_positions: int, yarn_attenti
         return plain
     if rope_type != "yarn":
         raise keys.error(f"key {name!r} is {show(rope_type)}; expected default or yarn")
+    if plain.theta <= 1:
+        raise keys.error(f"rope_theta={plain.theta} of key {path!r}; YaRN needs more than 1")
     factor = keys.positive(f"{path}.factor", kind=float)
     rule, attention_factor = _yarn_attention(keys, path, factor, yarn_attention)
     return replace(

@@ -29,6 +29,8 @@ from jax_dflash.buckets import GraphMode
 from jax_dflash.config import InputError, check_pair, load_draft_config, load_target_config
 from jax_dflash.engine import DraftEngine
 from jax_dflash.greedy_loop import GreedyLoop, LoopStep
+from jax_dflash.modules import tensors
+from jax_dflash.names import match_draft
 from jax_dflash.programs import compile_cache, num_compiles
 from jax_dflash.taps import live_part, tap_table
 from torch_ref import drafter as torch_drafter
@@ -118,7 +120,7 @@ class Drafters:
         dtype = numerics.as_dtype(job.dtype)
         draft_config, drafter = jax_drafter.load_drafter(job.checkpoint, dtype)
         self.target_config, target = jax_target.load_target(job.target, dtype)
-        self.draft_config = check_pair(draft_config, self.target_config)
+        self.draft_config = check_pair(draft_config, self.target_config, tensors(drafter))
         self.target_weights = jax_target.pack_target(target, self.target_config)
         shared = self.target_weights.embed_tokens, self.target_weights.lm_head
         weights = jax_drafter.pack_drafter(drafter, self.draft_config, *shared)
@@ -158,7 +160,7 @@ def engine_sizes(job: CompareJob) -> dict[str, Any]:
 def check_job(job: CompareJob) -> None:
     """Refuse what cannot run before anything is loaded. Raises InputError."""
     draft, target = load_draft_config(job.checkpoint), load_target_config(job.target)
-    check_pair(draft, target)
+    check_pair(draft, target, match_draft(job.checkpoint, draft).sources)
     if (size := excerpts.tokenizer(job.target).get_vocab_size()) > target.vocab_size:
         raise InputError(f"{job.target}: a tokenizer of {size} does not fit a vocabulary of {target.vocab_size}")
     K = job.num_speculative_tokens or draft.max_speculative_tokens

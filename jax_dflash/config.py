@@ -39,8 +39,8 @@ class DraftConfig:
     """A DFlash drafter, whichever form its file has (`format`: z-lab, speculators or muse).
 
     `hidden_state_indices` are what it reads of the target: i means the residual stream after i layers, 0 the embeddings
-    (Hugging Face's `hidden_states[i]`). `geometry.vocab_size` None: the file names none, the target's counts
-    (`check_pair`). `draft_vocab_size`: rows of its own LM head where they are fewer than the vocabulary, else None.
+    (Hugging Face's `hidden_states[i]`). `geometry.vocab_size` is the file's, or None, until `check_pair` puts
+    the target's there. `draft_vocab_size`: rows of its own LM head where they are fewer than the vocabulary, else None.
     Embedding rows are multiplied by `embedding_scale`, logits by `logit_scale`.
     """
 
@@ -88,35 +88,28 @@ class TargetConfig:
         return self.geometry.vocab_size
 
 
+def plain_rope(geometry: Geometry) -> Rope:
+    """RoPE of all channels by `geometry.rope_theta`: a target's."""
+    return Rope(type="default", theta=geometry.rope_theta, rotary_dim=geometry.head_dim)
+
+
 def plain_layers(geometry: Geometry) -> tuple[Layer, ...]:
     """Layers with full bidirectional attention and plain RoPE of `geometry.rope_theta`: Qwen3-era drafters."""
-    rope = Rope(type="default", theta=geometry.rope_theta, rotary_dim=geometry.head_dim)
-    return (Layer(window=None, causal=False, rope=rope),) * geometry.num_layers
+    return (Layer(window=None, causal=False, rope=plain_rope(geometry)),) * geometry.num_layers
 
 
-def unsupported(config: DraftConfig, tensors: Collection[str] = ()) -> str | None:
-    """What of this drafter is read but not computed yet, or None. `tensors` are the names that its checkpoint stores."""
-    ropes = {layer.rope for layer in config.layers}
-    g = config.geometry
+def unsupported(config: DraftConfig) -> str | None:
+    """What of this drafter is read but not computed yet, or None."""
     found = {
-        "biases in attention (attention_bias)": g.attention_bias,
         "sliding windows (layer_types)": any(layer.window is not None for layer in config.layers),
         "causal layers": any(layer.causal for layer in config.layers),
-        "YaRN (rope_type yarn)": any(rope.type != "default" for rope in ropes),
-        "RoPE of a part of the channels (partial_rotary_factor)": any(rope.rotary_dim != g.head_dim for rope in ropes),
-        "RoPE that differs between layers": len(ropes) > 1,
-        "a reduced vocabulary (draft_vocab_size)": config.draft_vocab_size is not None,
-        "a scale of the logits (logit_scale)": config.logit_scale != 1,
-        "a scale of the embedding (embed_scale)": config.embedding_scale != 1,
-        "an embedding of its own (embed_tokens.weight)": "embed_tokens.weight" in tensors,
-        "an LM head of its own (lm_head.weight)": "lm_head.weight" in tensors,
     }
     return next((feature for feature, there in found.items() if there), None)
 
 
-def refuse_unsupported(config: DraftConfig, tensors: Collection[str] = (), source: str = "this drafter") -> None:
+def refuse_unsupported(config: DraftConfig, source: str = "this drafter") -> None:
     """Raise InputError for a drafter whose function is not computed yet."""
-    if (feature := unsupported(config, tensors)) is not None:
+    if (feature := unsupported(config)) is not None:
         raise InputError(f"{source}: the drafter has {feature}, which the forward does not compute yet")
 
 
@@ -290,8 +283,8 @@ def load_target_config(directory: str | Path) -> TargetConfig:
 def check_pair(draft: DraftConfig, target: TargetConfig, tensors: Collection[str] = ()) -> DraftConfig:
     """Refuse a drafter that was not made for this target: widths, layers, vocabulary. Raises InputError.
 
-    Returns the drafter with the target's vocabulary where its file names none. `tensors` are the names that its
-    checkpoint stores: one with both tables of its own need not have the target's width.
+    Returns the drafter with the target's vocabulary, of which one with an embedding of its own keeps to that table's rows.
+    `tensors` are the names that its checkpoint stores: one with both tables of its own need not have the target's width.
     """
     g = target.geometry
     if draft.target_hidden_size != g.hidden_size:
@@ -314,6 +307,9 @@ def check_pair(draft: DraftConfig, target: TargetConfig, tensors: Collection[str
         raise InputError(
             f"mask_token_id={draft.mask_token_id} is outside the target's vocabulary of {target.vocab_size}"
         )
-    if draft.geometry.vocab_size is None:
-        return replace(draft, geometry=replace(draft.geometry, vocab_size=target.vocab_size))
-    return draft
+    rows, vocab_size = draft.geometry.vocab_size, target.vocab_size
+    if draft.draft_vocab_size is not None and rows is not None and rows > vocab_size:
+        raise InputError(f"the drafter drafts some of {rows} tokens, the target's vocabulary has {vocab_size}")
+    if rows is not None and "embed_tokens.weight" in tensors:
+        vocab_size = min(rows, vocab_size)
+    return replace(draft, geometry=replace(draft.geometry, vocab_size=vocab_size))

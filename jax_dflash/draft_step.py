@@ -76,11 +76,11 @@ def query_step(
     for name, value in inputs._asdict().items():
         if not name.startswith("context"):
             tap(name, value)
-    x = tap("embeds", drafter.embed(weights, inputs.input_ids.reshape(N, Q)))
+    x = tap("embeds", drafter.embed(weights, config.draft, inputs.input_ids.reshape(N, Q)))
     positions = inputs.query_positions.reshape(N, Q)
     pool, hidden = drafter.query_forward(weights, config.draft, pool, x, positions, attend, tap)
     hidden = tap("hidden", hidden[:, 1:])  # the rows of `sample_indices`: all but the anchor's
-    logits = tap("logits", drafter.compute_logits(weights, hidden))
+    logits = tap("logits", drafter.compute_logits(weights, config.draft, hidden))
     return pool, tap("draft_tokens", sampling.greedy(logits))
 
 

@@ -67,7 +67,7 @@ def inspect(job: InspectJob) -> dict[str, Any]:
             config = check_pair(config, load_target_config(job.target), names)
         except InputError as error:
             refused = refused or str(error)
-    waiting = None if config is None else unsupported(config, names)
+    waiting = None if config is None else unsupported(config)
     return result | floors(config, job) | {"weights": weights, "unsupported": waiting, "refused": refused}
 
 

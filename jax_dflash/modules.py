@@ -15,19 +15,23 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 class Weight(nnx.Module):
-    """One parameter called `weight`: a matrix `[out, in]` drawn at scale `std`, or a norm's vector of ones."""
+    """A parameter called `weight`: a matrix `[out, in]` drawn at scale `std`, or a norm's vector of ones; and with `bias`
+    one of that name, zeros `[out]`."""
 
-    def __init__(self, *shape: int, std: float = 0.02, rngs: nnx.Rngs, dtype: jnp.dtype):
+    def __init__(self, *shape: int, std: float = 0.02, bias: bool = False, rngs: nnx.Rngs, dtype: jnp.dtype):
         value = jnp.ones(shape, dtype) if len(shape) == 1 else jax.random.normal(rngs.params(), shape, dtype) * std
         self.weight = nnx.Param(value.astype(dtype))
+        if bias:
+            self.bias = nnx.Param(jnp.zeros(shape[:1], dtype))
 
 
 class SelfAttention(nnx.Module):
     def __init__(self, g: Geometry, **kw):
-        self.q_proj = Weight(g.num_heads * g.head_dim, g.hidden_size, **kw)
-        self.k_proj = Weight(g.num_kv_heads * g.head_dim, g.hidden_size, **kw)
-        self.v_proj = Weight(g.num_kv_heads * g.head_dim, g.hidden_size, **kw)
-        self.o_proj = Weight(g.hidden_size, g.num_heads * g.head_dim, **kw)
+        heads, kv_heads, bias = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim, g.attention_bias
+        self.q_proj = Weight(heads, g.hidden_size, bias=bias, **kw)
+        self.k_proj = Weight(kv_heads, g.hidden_size, bias=bias, **kw)
+        self.v_proj = Weight(kv_heads, g.hidden_size, bias=bias, **kw)
+        self.o_proj = Weight(g.hidden_size, heads, bias=bias, **kw)
         self.q_norm = Weight(g.head_dim, **kw)
         self.k_norm = Weight(g.head_dim, **kw)
 
@@ -49,7 +53,7 @@ class DecoderLayer(nnx.Module):
 
 def tensors(module: nnx.Module) -> dict[str, Array]:
     """The parameters under their checkpoint names, torch layout: the canonical tree."""
-    state = nnx.to_flat_state(nnx.state(module, nnx.Param))
+    state = nnx.to_flat_state(nnx.state(module))
     return {".".join(map(str, path)): param[...] for path, param in state}
 
 

@@ -49,6 +49,7 @@ def accum_einsum(spec: str, a: Array, b: Array) -> Array:
     return jnp.einsum(spec, a, b, preferred_element_type=accum, precision=precision)
 
 
-def linear(x: Array, weight: Array) -> Array:
-    """`x [..., in]` by a packed `weight [in, out]`, rounded once."""
-    return store(accum_einsum("...d,df->...f", x, weight), x.dtype)
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """`x [..., in]` by a packed `weight [in, out]`, plus a bias if there is one, rounded once."""
+    y = accum_einsum("...d,df->...f", x, weight)
+    return store(y if bias is None else y + to_accum(bias), x.dtype)

@@ -66,6 +66,7 @@ def _jax_engine(job: dict):
     jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[job["device"]])
     from jax_dflash.drafter import load_drafter, pack_drafter
     from jax_dflash.engine import DraftEngine
+    from jax_dflash.modules import tensors
     from jax_dflash.numerics import as_dtype
     from jax_dflash.programs import compile_cache
     from jax_dflash.target import load_target, pack_target
@@ -73,7 +74,7 @@ def _jax_engine(job: dict):
     dtype = as_dtype(job["dtype"])
     config, drafter = load_drafter(job["checkpoint"], dtype)
     target_config, target = load_target(job["target"], dtype)
-    config = check_pair(config, target_config)
+    config = check_pair(config, target_config, tensors(drafter))
     shared = pack_target(target, target_config)
     engine = DraftEngine(config, pack_drafter(drafter, config, shared.embed_tokens, shared.lm_head), **job["engine"])
     with compile_cache(job["compile_cache"]):
@@ -84,6 +85,7 @@ def _jax_engine(job: dict):
 def _torch_engine(job: dict, mode: str):
     from torch_ref.drafter import load_drafter, pack_drafter
     from torch_ref.engine import DraftEngine
+    from torch_ref.modules import tensors
     from torch_ref.numerics import as_dtype, pin_numerics, to_device
     from torch_ref.target import load_target, pack_target
 
@@ -91,7 +93,7 @@ def _torch_engine(job: dict, mode: str):
     dtype, device = as_dtype(job["dtype"]), {"cpu": "cpu", "gpu": "cuda"}[job["device"]]
     config, drafter = load_drafter(job["checkpoint"], dtype, device)
     target_config, target = load_target(job["target"], dtype, device)
-    config = check_pair(config, target_config)
+    config = check_pair(config, target_config, tensors(drafter))
     shared = pack_target(target, target_config)
     weights = pack_drafter(drafter, config, shared.embed_tokens, shared.lm_head)
     engine = DraftEngine(config, weights, mode=mode, **job["engine"])

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jax_dflash.attention import dense
 from jax_dflash.attention.dense import padded_width
 from jax_dflash.batch import PAD_SLOT
-from jax_dflash.config import TargetConfig, load_target_config
+from jax_dflash.config import TargetConfig, load_target_config, plain_rope
 from jax_dflash.drafter import Attend
 from jax_dflash.inputs import slot_mapping
 from jax_dflash.kv_cache import pool_shape, store_layer
@@ -90,7 +90,7 @@ def target_forward(
     """
     x = x_BTD
     states = [x]
-    table = rope_table(positions_BT, config.geometry, x.dtype)
+    table = rope_table(positions_BT, plain_rope(config.geometry), x.dtype)
     for layer, layer_weights in enumerate(weights.layers):
         with jax.named_scope(f"layers.{layer}"):
 

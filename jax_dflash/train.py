@@ -79,8 +79,8 @@ def draft_logits(
     anchor_ids = jnp.take_along_axis(tokens, anchors, axis=1)
     ids = jnp.where(steps == 0, anchor_ids[..., None], config.mask_token_id).reshape(B, A * T)
     rows = (anchors[..., None] + steps).reshape(B, A * T)
-    _, hidden = drafters.query_forward(weights, config, None, drafters.embed(weights, ids), rows, attend)
-    return drafters.compute_logits(weights, hidden.reshape(B, A, T, -1)[:, :, 1:])
+    _, hidden = drafters.query_forward(weights, config, None, drafters.embed(weights, config, ids), rows, attend)
+    return drafters.compute_logits(weights, config, hidden.reshape(B, A, T, -1)[:, :, 1:])
 
 
 def draft_loss(

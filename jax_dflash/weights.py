@@ -69,16 +69,21 @@ def pack_layers(
     """Each layer as `LayerWeights`; with `shards` the fused columns stand shard by shard, so that an even split is right."""
 
     def pack(layer: int) -> LayerWeights:
-        def get(name):
-            return values[f"{prefix}layers.{layer}.{name}.weight"]
+        def get(name, kind="weight"):
+            return values[f"{prefix}layers.{layer}.{name}.{kind}"]
+
+        def fused(kind):
+            return _by_shard([get(f"self_attn.{p}_proj", kind) for p in "qkv"], shards)
 
         norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
         return LayerWeights(
             norms=jnp.concatenate([get(name) for name in norms]),
-            qkv=_by_shard([get(f"self_attn.{p}_proj") for p in "qkv"], shards).T,
+            qkv=fused("weight").T,
             o_proj=get("self_attn.o_proj").T,
             gate_up=_by_shard([get("mlp.gate_proj"), get("mlp.up_proj")], shards).T,
             down=get("mlp.down_proj").T,
+            qkv_bias=fused("bias") if geometry.attention_bias else None,
+            o_bias=get("self_attn.o_proj", "bias") if geometry.attention_bias else None,
         )
 
     return tuple(pack(layer) for layer in range(geometry.num_layers))
@@ -102,4 +107,7 @@ def unpack_layers(
             w.down.T,
         ]
         values |= {f"{prefix}layers.{layer}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
+        if w.qkv_bias is not None and w.o_bias is not None:
+            biases = zip("qkvo", [*_from_shards(w.qkv_bias, [NH, KH, KH], shards), w.o_bias], strict=True)
+            values |= {f"{prefix}layers.{layer}.self_attn.{p}_proj.bias": bias for p, bias in biases}
     return values

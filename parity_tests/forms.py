@@ -9,7 +9,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from jax_dflash import cli
-from jax_dflash.config import parse_draft_config
+from jax_dflash.config import DraftConfig, parse_draft_config
 from jax_dflash.names import draft_tensors, vocabulary_tensors
 from parity_tests.tiny import random_values
 
@@ -91,9 +91,14 @@ def tensors(raw: dict, seed: int = 0, own: bool = False) -> dict[str, np.ndarray
     values = random_values(draft_tensors(config) | tables, seed)
     values = {name: value.astype(ml_dtypes.bfloat16) for name, value in values.items()}
     if d2t is not None:
-        chosen = np.random.default_rng(seed).permutation(config.geometry.vocab_size)[: d2t[0]]
-        values["d2t"] = np.sort(chosen).astype(np.int64) - np.arange(d2t[0])
+        values["d2t"] = offsets(config, seed)
     return values
+
+
+def offsets(config: DraftConfig, seed: int = 0) -> np.ndarray:
+    """A map of a reduced vocabulary."""
+    rows = config.draft_vocab_size
+    return np.sort(np.random.default_rng(seed).permutation(config.geometry.vocab_size)[:rows]) - np.arange(rows)
 
 
 def write(folder: Path, raw: dict, values: dict[str, np.ndarray] | None) -> Path:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from jax_dflash.config import InputError, parse_draft_config, parse_target_config
+from jax_dflash.config import InputError, check_pair, parse_draft_config, parse_target_config
 from jax_dflash.names import draft_tensors
 from parity_tests.tiny import numpy, random_values
 
@@ -143,11 +143,22 @@ def test_quantised_weights_are_refused(f, values, tmp_path, dtype):
 def test_head_and_embedding_are_the_target_s(f):
     """C07: no head attached, or a zero remap applied, because the drafter's vocabulary (6) is smaller than the padded
     target's (8)."""
-    config = parse_draft_config(raw_with({"vocab_size": 6}))
+    target = parse_target_config(raw_with({"vocab_size": 8, "num_hidden_layers": 4}, TARGET_RAW))
+    config = check_pair(parse_draft_config(raw_with({"vocab_size": 6})), target)
     head, embedding = (f.floats(np.random.default_rng(i).standard_normal((8, 16))) for i in (0, 1))
     weights = f.drafter.pack(f.tree(random_values(draft_tensors(config))), config, embedding, head)
     assert weights.lm_head is head and weights.embed_tokens is embedding
     h = np.random.default_rng(2).standard_normal((1, 3, 16))
-    logits = numpy(f.drafter.compute_logits(weights, f.floats(h)))
+    logits = numpy(f.drafter.compute_logits(weights, config, f.floats(h)))
     assert logits.shape == (1, 3, 8)
     np.testing.assert_allclose(logits, h @ numpy(head).T, atol=1e-5)
+
+
+def test_padding_of_the_head_never_wins(f):
+    """C07: rows of zeros that pad a head of 10 tokens to 16, whose logits are larger than negative ones."""
+    config = parse_draft_config(raw_with({"vocab_size": 10}))
+    head = f.floats(np.concatenate([-1 - np.arange(160).reshape(10, 16) % 7, np.zeros((6, 16))]))
+    weights = f.drafter.pack(f.tree(random_values(draft_tensors(config))), config, head, head)
+    logits = f.drafter.compute_logits(weights, config, f.floats(np.ones((1, 3, 16))))
+    assert numpy(logits).shape == (1, 3, 10) and numpy(logits).max() < 0
+    assert numpy(f.sampling.greedy(logits)).max() < 10

@@ -15,7 +15,7 @@ import pytest
 import jax_dflash.engine
 import torch_ref.engine
 from jax_dflash.batch import EngineConfig, RequestTable
-from jax_dflash.config import InputError
+from jax_dflash.config import InputError, plain_rope
 from jax_dflash.names import draft_tensors, target_tensors
 from jax_dflash.target import TargetRunner
 from jax_dflash.target import pack as pack_target
@@ -77,9 +77,11 @@ def test_a_rejected_row_writes_nothing(kind):
     weights, g = weights_of(f.name), CONFIG.geometry
 
     def anchor_kv(weights, ids, positions):
-        table = f.layers.rope_table(positions, g, weights.fc.dtype)
+        table = f.layers.rope_table(positions, plain_rope(g), weights.fc.dtype)
         attend = lambda pool, q, k, v: ((k, v), q)  # noqa: E731
-        return f.layers.decoder_layer(weights.layers[0], g, None, f.drafter.embed(weights, ids), table, attend)[0]
+        return f.layers.decoder_layer(weights.layers[0], g, None, f.drafter.embed(weights, CONFIG, ids), table, attend)[
+            0
+        ]
 
     k, v = f.run(anchor_kv, weights, f.ints([[50]]), f.ints([[7]]))
     np.testing.assert_allclose(pool_of(poisoned)[0, :, 11], [numpy(k)[0, 0], numpy(v)[0, 0]], atol=2e-6)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from jax_dflash.config import Geometry, TargetConfig
+from jax_dflash.config import Geometry, TargetConfig, plain_rope
 from jax_dflash.names import draft_tensors, target_tensors
 from jax_dflash.numerics import COMPILER_OPTIONS
 from parity_tests.engines import CONFIG, jax_programs, make_engine, needs_gpu, one_thread, step_for
@@ -32,7 +32,7 @@ def assert_exact_products(f, move=lambda x: x):
     identity = move(f.floats(np.eye(256)))
     products = [f.numerics.linear(a, identity)]
     heads = draft_weights(f)._replace(lm_head=identity)
-    products.append(f.drafter.compute_logits(heads, a[None])[0])
+    products.append(f.drafter.compute_logits(heads, resized(vocab_size=256), a[None])[0])
     products.append(f.drafter.combine_hidden_states(heads._replace(fc=identity), a))
     for product in products:
         found = numpy(product.cpu() if isinstance(product, torch.Tensor) else product)
@@ -95,7 +95,7 @@ def test_each_layer_rounds_its_output(f):
     """C76, C77: a value that stays wider than bfloat16 between two functions of the forward. 1 + 2^-8 is no bfloat16."""
     odd = f.floats([1.0, 1.0078125, 0.5, 3.0], "bfloat16")
     bits16 = lambda x: np.all(numpy(x) == numpy(x).astype(ml_dtypes.bfloat16).astype(np.float64))  # noqa: E731
-    table = f.layers.rope_table(f.ints([3]), replace(GEOMETRY, head_dim=4), f.numerics.as_dtype("bfloat16"))
+    table = f.layers.rope_table(f.ints([3]), plain_rope(replace(GEOMETRY, head_dim=4)), f.numerics.as_dtype("bfloat16"))
     values = {
         "rms_norm": f.layers.rms_norm(odd, odd, 1e-6),
         "rope": f.layers.apply_rope(odd[None, None], table),
@@ -120,7 +120,7 @@ def test_bfloat16_products_accumulate_in_float32(f):
     )
     # Logits are not rounded either: 1001 is no bfloat16.
     heads = draft_weights(f, dtype="bfloat16")._replace(lm_head=f.floats(np.ones((5, 1001)), "bfloat16"))
-    logits = f.drafter.compute_logits(heads, f.floats(np.ones((2, 1001)), "bfloat16"))
+    logits = f.drafter.compute_logits(heads, resized(vocab_size=256), f.floats(np.ones((2, 1001)), "bfloat16"))
     assert numpy(logits).tolist() == [[1001] * 5] * 2
     norm = f.layers.rms_norm(ones, f.floats(np.ones(1000), "bfloat16"), 0.0)
     assert np.all(numpy(norm) == 1)
@@ -136,7 +136,9 @@ def test_silu_and_no_gelu(f):
 def test_second_pair_at_position_100(f, theta, angle):
     """C24: a default of 1e6 for a drafter of 1e4, or the reverse."""
     geometry = replace(GEOMETRY, head_dim=4, rope_theta=theta)
-    cos, sin = (numpy(x)[0, 1] for x in f.layers.rope_table(f.ints([100]), geometry, f.numerics.as_dtype("float32")))
+    cos, sin = (
+        numpy(x)[0, 1] for x in f.layers.rope_table(f.ints([100]), plain_rope(geometry), f.numerics.as_dtype("float32"))
+    )
     np.testing.assert_allclose([cos, sin], [np.cos(angle), np.sin(angle)], rtol=2e-6)
 
 
@@ -146,18 +148,22 @@ def test_plain_frequencies(f, theta, head_dim):
     geometry = replace(GEOMETRY, head_dim=head_dim, rope_theta=theta)
     cos, sin = (
         numpy(x)[0].astype(np.float64)
-        for x in f.layers.rope_table(f.ints([1]), geometry, f.numerics.as_dtype("float32"))
+        for x in f.layers.rope_table(f.ints([1]), plain_rope(geometry), f.numerics.as_dtype("float32"))
     )
     inv_freq = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     np.testing.assert_allclose(sin, np.sin(inv_freq), rtol=4e-7)
     np.testing.assert_allclose(cos, np.cos(inv_freq), rtol=4e-7)
 
 
-def test_context_and_query_k_are_equal_bit_for_bit(f):
+@pytest.mark.parametrize("form", ["default", "yarn", "partial"])
+def test_context_and_query_k_are_equal_bit_for_bit(f, form):
     """C23: two code paths for the K norm or RoPE. The rows are whole numbers, whose products are exact in any order, so
     that nothing but the paths can differ; norms before the projection are 1 on rows of mean square 1."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, "attention_factor": 1.25}
     config = resized(rms_norm_eps=0.0)
     geometry = config.geometry
+    rope = replace(plain_rope(geometry), **{"default": {}, "yarn": yarn, "partial": {"rotary_dim": 4}}[form])
+    config = replace(config, layers=tuple(replace(layer, rope=rope) for layer in config.layers))
     values = {n: np.sign(v) if v.ndim == 2 else v for n, v in random_values(draft_tensors(config)).items()}
     values["hidden_norm.weight"][:] = 1
     for layer in range(geometry.num_layers):
@@ -169,7 +175,7 @@ def test_context_and_query_k_are_equal_bit_for_bit(f):
         return f.drafter.precompute_context_kv(weights, config, x, positions)
 
     def query(weights, x, positions):
-        table = f.layers.rope_table(positions[None], geometry, x.dtype)
+        table = f.layers.rope_table(positions[None], rope, x.dtype)
         attend = lambda pool, q, k, v: ((k[0], v[0]), q)  # noqa: E731
         return [f.layers.decoder_layer(w, geometry, None, x[None], table, attend)[0] for w in weights.layers]
 

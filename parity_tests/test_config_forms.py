@@ -238,6 +238,7 @@ def test_yarn_and_null():
     for kind in ("llama3", "linear", "dynamic", "longrope", 3):
         refuse(zlab(rope_scaling={"rope_type": kind, "factor": 2.0}), "key 'rope_scaling.rope_type' is", repr(kind))
     refuse(zlab(rope_scaling={"rope_type": "yarn"}), "key 'rope_scaling.factor' is missing")
+    refuse(zlab(rope_scaling=YARN, rope_theta=1.0), "rope_theta=1.0 of key 'rope_scaling'; YaRN needs more than 1")
     refuse(zlab(rope_scaling=YARN, rope_parameters={"rope_type": "default"}), "ask for different RoPE")
     refuse(zlab(rope_scaling="yarn"), "key 'rope_scaling' is 'yarn', expected dict")
 
@@ -486,14 +487,8 @@ def test_quantised_speculators():
     "changes, feature",
     [
         ({}, None),
-        ({"rope_scaling": YARN}, "YaRN"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"layer_types": [S, F, F], "sliding_window": 4}, "sliding windows"),
         ({"is_causal": True}, "causal"),
-        ({"attention_bias": True}, "biases"),
-        ({"draft_vocab_size": 12}, "draft_vocab_size"),
-        ({"logit_scale": 2.0}, "logit_scale"),
-        ({"embed_scale": 2.0}, "embed_scale"),
     ],
 )
 def test_what_is_not_computed_yet(changes, feature):
@@ -520,6 +515,22 @@ def test_pairs_by_width():
     with pytest.raises(InputError, match="hidden_size 16 does not fit the target's embedding"):
         check_pair(draft, TARGET)
     assert check_pair(draft, TARGET, {"embed_tokens.weight", "lm_head.weight"}) == draft
+
+
+def test_the_vocabulary_of_a_pair():
+    """C07, C08: anchors past a table, or drafts that the target has no token for: the target's vocabulary counts, and an
+    embedding of the drafter's own bounds it."""
+    sizes = {"hidden_size": 23, "target_hidden_size": 23}
+
+    def paired(vocab_size: int, *own: str, **changes):
+        return check_pair(parse_draft_config(zlab(**sizes, vocab_size=vocab_size, **changes)), TARGET, own)
+
+    assert paired(40).geometry.vocab_size == paired(64).geometry.vocab_size == 61
+    assert paired(40, "embed_tokens.weight").geometry.vocab_size == 40
+    assert paired(64, "embed_tokens.weight").geometry.vocab_size == 61
+    assert paired(61, draft_vocab_size=12).draft_vocab_size == 12
+    with pytest.raises(InputError, match="drafts some of 64 tokens, the target's vocabulary has 61"):
+        paired(64, draft_vocab_size=12)
 
 
 def test_target_configurations(tmp_path):

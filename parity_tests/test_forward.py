@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jax_dflash import cli
-from jax_dflash.config import Geometry, TargetConfig, parse_draft_config
+from jax_dflash.config import Geometry, TargetConfig, parse_draft_config, plain_rope
 from jax_dflash.names import draft_tensors, target_tensors
 from parity_tests.tiny import (
     DRAFT,
@@ -46,7 +46,7 @@ def test_rms_norm_epsilon(f, eps, expected):
 def test_rope_is_half_split(f):
     """Interleaved pairs, which give [-1.142640, 1.922076, 2.959851, 4.029800]."""
     geometry = replace(GEOMETRY, head_dim=4, rope_theta=1e4)
-    table = f.layers.rope_table(f.ints([1]), geometry, f.numerics.as_dtype("float32"))
+    table = f.layers.rope_table(f.ints([1]), plain_rope(geometry), f.numerics.as_dtype("float32"))
     y = f.layers.apply_rope(f.floats([[[1, 2, 3, 4]]]), table)
     np.testing.assert_allclose(numpy(y)[0, 0], [-1.984111, 1.959901, 2.462378, 4.019800], atol=1e-6)
 
@@ -54,7 +54,7 @@ def test_rope_is_half_split(f):
 def test_rope_angles_at_a_far_position(f):
     """Frequencies or angles in bfloat16: at position 40,000 nothing of the angle is left."""
     geometry = replace(GEOMETRY, head_dim=10, rope_theta=1e6)
-    cos, sin = f.layers.rope_table(f.ints([40_000]), geometry, f.numerics.as_dtype("bfloat16"))
+    cos, sin = f.layers.rope_table(f.ints([40_000]), plain_rope(geometry), f.numerics.as_dtype("bfloat16"))
     angles = (40_000 * np.float32(1e6 ** -(np.arange(0, 10, 2) / 10))).astype(np.float64)
     np.testing.assert_allclose(numpy(cos)[0], np.cos(angles), atol=4e-3)
     np.testing.assert_allclose(numpy(sin)[0], np.sin(angles), atol=4e-3)
@@ -74,7 +74,7 @@ def test_residual_add_rounds_once(f):
 def test_logits_stay_in_float32(f):
     """Logits rounded to bfloat16, which ties tokens: 256 + 1 needs nine bits."""
     weights = draft_weights(f, dtype="bfloat16")._replace(lm_head=f.floats([[256.0, 1.0], [1.0, 1.0]], "bfloat16"))
-    logits = f.drafter.compute_logits(weights, f.floats([[[1.0, 1.0]]], "bfloat16"))
+    logits = f.drafter.compute_logits(weights, DRAFT, f.floats([[[1.0, 1.0]]], "bfloat16"))
     assert numpy(logits).tolist() == [[[257.0, 2.0]]]
 
 
@@ -148,7 +148,7 @@ def test_context_and_query_rotate_k_alike(f):
 
     def both(weights, x, positions):
         context = f.drafter.precompute_context_kv(weights, DRAFT, x, positions)
-        table = f.layers.rope_table(positions[None], GEOMETRY, x.dtype)
+        table = f.layers.rope_table(positions[None], plain_rope(GEOMETRY), x.dtype)
         attend = lambda pool, q, k, v: ((k, v), q)  # noqa: E731
         kv = [f.layers.decoder_layer(w, GEOMETRY, None, x[None], table, attend)[0] for w in weights.layers]
         return context, kv

@@ -45,7 +45,7 @@ def test_bfloat16_sums_show():
     m = Modules.of("torch")
     right = m.drafter.linear
 
-    def halves(x, weight):
+    def halves(x, weight, bias=None):
         half = x.shape[-1] // 2
         return right(x[..., :half] * 1.01, weight[:, :half]) + right(x[..., half:], weight[:, half:])
 

@@ -149,12 +149,14 @@ def forward(f: Framework, dtype: str = "float32") -> dict[str, np.ndarray]:
         combined = f.drafter.combine_hidden_states(weights, features)
         kv = f.drafter.precompute_context_kv(weights, DRAFT, combined, context_positions)
         pool = f.kv_cache.store_context(pool, kv, context_slots)
-        pool, hidden = f.drafter.query_forward(weights, DRAFT, pool, f.drafter.embed(weights, ids), positions, attend)
+        pool, hidden = f.drafter.query_forward(
+            weights, DRAFT, pool, f.drafter.embed(weights, DRAFT, ids), positions, attend
+        )
         return {
             "combined": combined,
             "context_kv": kv,
             "hidden": hidden,
-            "logits": f.drafter.compute_logits(weights, hidden),
+            "logits": f.drafter.compute_logits(weights, DRAFT, hidden),
             "pool": pool,
         }
 

@@ -4,6 +4,7 @@ B requests, T rows of one request, D model width, N query heads, K KV heads, H h
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from jax_dflash.checkpoint_forms import Rope
 from jax_dflash.config import Geometry
 from jax_dflash.taps import TapCall, no_taps
 from torch_ref.numerics import accum_dtype, linear, store, to_accum
@@ -22,13 +24,16 @@ Pool = TypeVar("Pool")
 
 class LayerWeights(NamedTuple):
     """One layer as few arrays: `qkv [(N+2K)H, D]`, `o_proj [D, NH]`, `gate_up [2F, D]`, `down [D, F]` and
-    `norms [2D+2H]`, which holds input, post-attention, query and key norm end to end."""
+    `norms [2D+2H]`, which holds input, post-attention, query and key norm end to end; `qkv_bias` and `o_bias` where
+    attention has biases."""
 
     norms: Tensor
     qkv: Tensor
     o_proj: Tensor
     gate_up: Tensor
     down: Tensor
+    qkv_bias: Tensor | None = None
+    o_bias: Tensor | None = None
 
 
 def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float) -> Float[Tensor, "... D"]:
@@ -37,26 +42,50 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float) 
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def rope_table(positions: Int[Tensor, "..."], geometry: Geometry, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin `[..., H/2]` in the accumulation dtype. The frequencies theta^(-2j/H) (Su et al. 2021) are computed
-    in float64 and rounded once, so that no framework's own pow decides the angle at a large position."""
-    accum = accum_dtype(dtype)
-    angles = positions[..., None].to(accum) * _inv_freq(geometry, accum, positions.device)
-    return torch.cos(angles), torch.sin(angles)
+def inverse_frequencies(rope: Rope) -> np.ndarray:
+    """The angle of each channel pair at position 1, float64 `[rotary_dim/2]`: theta^(-2j/rotary_dim) (Su et al. 2021).
+    YaRN (Peng et al. 2023, section 3.2; transformers' rounding) divides it by `factor` for pairs that turn less than
+    `beta_slow` times in the original positions, keeps it where more than `beta_fast` times, and ramps between."""
+    R, original = rope.rotary_dim, rope.original_max_position_embeddings
+    inv_freq = rope.theta ** -(np.arange(0, R, 2, dtype=np.float64) / R)
+    if rope.type == "default":
+        return inv_freq
+    assert original is not None
+
+    def pair_that_turns(times: float) -> float:
+        return R * math.log(original / (times * math.tau)) / (2 * math.log(rope.theta))
+
+    low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, R - 1)
+    ramp = np.clip((np.arange(R // 2) - low) / max(high - low, 0.001), 0, 1)
+    return inv_freq * (1 - ramp) + inv_freq / rope.factor * ramp
 
 
 @functools.cache
-def _inv_freq(geometry: Geometry, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Kept on the device: a copy from the host has no place in a CUDA graph."""
-    inv_freq = geometry.rope_theta ** -(np.arange(0, geometry.head_dim, 2) / geometry.head_dim)
-    return torch.from_numpy(inv_freq).to(device, dtype)
+def _on_device(rope: Rope, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The frequencies, kept on the device: a copy from the host has no place in a CUDA graph."""
+    return torch.from_numpy(inverse_frequencies(rope)).to(device, dtype)
+
+
+def rope_table(positions: Int[Tensor, "..."], rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin `[..., rotary_dim/2]`, times the attention factor, in the accumulation dtype. The frequencies are computed
+    in float64 and rounded once, so that no framework's own pow decides the angle at a large position."""
+    accum = accum_dtype(dtype)
+    angles = positions[..., None].to(accum) * _on_device(rope, accum, positions.device)
+    cos, sin = torch.cos(angles), torch.sin(angles)
+    factor = rope.attention_factor
+    return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
 def apply_rope(x: Float[Tensor, "... A H"], table: tuple[Tensor, Tensor]) -> Float[Tensor, "... A H"]:
-    """Rotate channel j with channel j + H/2 (the half-split layout); the table has no head axis."""
+    """Rotate channel j with channel j + rotary_dim/2 (the half-split layout); channels from rotary_dim on pass as they are.
+    The table has no head axis."""
     cos, sin = (t[..., None, :] for t in table)
-    a, b = to_accum(x).chunk(2, dim=-1)
-    return store(torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1), x.dtype)
+    half = cos.shape[-1]
+    a, b, rest = to_accum(x).tensor_split([half, 2 * half], dim=-1)
+    return store(torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1), x.dtype)
 
 
 def swiglu(gate_up: Float[Tensor, "... 2F"]) -> Float[Tensor, "... F"]:
@@ -79,12 +108,13 @@ def decoder_layer(
     D, H, N, K = geometry.hidden_size, geometry.head_dim, geometry.num_heads, geometry.num_kv_heads
     input_norm, post_norm, q_norm, k_norm = weights.norms.split([D, D, H, H])
 
-    qkv = linear(tap("n1", rms_norm(x, input_norm, geometry.rms_norm_eps)), weights.qkv)
+    qkv = linear(tap("n1", rms_norm(x, input_norm, geometry.rms_norm_eps)), weights.qkv, weights.qkv_bias)
     q, k, v = qkv.unflatten(-1, (N + 2 * K, H)).split([N, K, K], dim=-2)
     q = tap("q", apply_rope(rms_norm(q, q_norm, geometry.rms_norm_eps), table))
     k = tap("k", apply_rope(rms_norm(k, k_norm, geometry.rms_norm_eps), table))
     pool, o = attend(pool, q, k, tap("v", v))
-    x = tap("post_attention", add(x, linear(tap("attn", o).flatten(-2), weights.o_proj)))
+    o = tap("attn", o).flatten(-2)
+    x = tap("post_attention", add(x, linear(o, weights.o_proj, weights.o_bias)))
 
     y = tap("n2", rms_norm(x, post_norm, geometry.rms_norm_eps))
     x = tap("out", add(x, linear(tap("act", swiglu(linear(y, weights.gate_up))), weights.down)))

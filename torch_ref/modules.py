@@ -13,21 +13,32 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class Weight(nn.Module):
-    """One parameter called `weight`: a matrix `[out, in]` drawn at scale `std`, or a norm's vector of ones."""
+    """A parameter called `weight`: a matrix `[out, in]` drawn at scale `std`, or a norm's vector of ones; and with `bias`
+    one of that name, zeros `[out]`."""
 
-    def __init__(self, *shape: int, std: float = 0.02, generator: torch.Generator | None = None, dtype: torch.dtype):
+    def __init__(
+        self,
+        *shape: int,
+        std: float = 0.02,
+        bias: bool = False,
+        generator: torch.Generator | None = None,
+        dtype: torch.dtype,
+    ):
         super().__init__()
         value = torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * std
         self.weight = nn.Parameter(value.to(dtype), requires_grad=False)
+        if bias:
+            self.bias = nn.Parameter(torch.zeros(shape[:1], dtype=dtype), requires_grad=False)
 
 
 class SelfAttention(nn.Module):
     def __init__(self, g: Geometry, **kw):
         super().__init__()
-        self.q_proj = Weight(g.num_heads * g.head_dim, g.hidden_size, **kw)
-        self.k_proj = Weight(g.num_kv_heads * g.head_dim, g.hidden_size, **kw)
-        self.v_proj = Weight(g.num_kv_heads * g.head_dim, g.hidden_size, **kw)
-        self.o_proj = Weight(g.hidden_size, g.num_heads * g.head_dim, **kw)
+        heads, kv_heads, bias = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim, g.attention_bias
+        self.q_proj = Weight(heads, g.hidden_size, bias=bias, **kw)
+        self.k_proj = Weight(kv_heads, g.hidden_size, bias=bias, **kw)
+        self.v_proj = Weight(kv_heads, g.hidden_size, bias=bias, **kw)
+        self.o_proj = Weight(g.hidden_size, heads, bias=bias, **kw)
         self.q_norm = Weight(g.head_dim, **kw)
         self.k_norm = Weight(g.head_dim, **kw)
 

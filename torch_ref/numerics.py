@@ -62,9 +62,9 @@ def accum_linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(to_accum(x), to_accum(weight))
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x [..., in]` by a torch-layout `weight [out, in]`, rounded once."""
-    return F.linear(x, weight)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x [..., in]` by a torch-layout `weight [out, in]`, plus a bias if there is one, rounded once."""
+    return F.linear(x, weight, bias)
 
 
 def to_numpy(x: Tensor):

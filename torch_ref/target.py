@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from jax_dflash.config import TargetConfig, load_target_config
+from jax_dflash.config import TargetConfig, load_target_config, plain_rope
 from jax_dflash.names import target_tensors
 from torch_ref.drafter import Attend
 from torch_ref.layers import LayerWeights, Pool, decoder_layer, rms_norm, rope_table
@@ -87,7 +87,7 @@ def target_forward(
     """
     x = x_BTD
     states = [x]
-    table = rope_table(positions_BT, config.geometry, x.dtype)
+    table = rope_table(positions_BT, plain_rope(config.geometry), x.dtype)
     for layer, layer_weights in enumerate(weights.layers):
 
         def attend_layer(pool, q, k, v, layer=layer):

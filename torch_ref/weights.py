@@ -53,16 +53,21 @@ def pack_layers(values: dict[str, Tensor], geometry: Geometry, prefix: str = "")
     """Each layer as `LayerWeights`."""
 
     def pack(layer: int) -> LayerWeights:
-        def get(name):
-            return values[f"{prefix}layers.{layer}.{name}.weight"]
+        def get(name, kind="weight"):
+            return values[f"{prefix}layers.{layer}.{name}.{kind}"]
+
+        def fused(kind):
+            return torch.cat([get(f"self_attn.{p}_proj", kind) for p in "qkv"])
 
         norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
         return LayerWeights(
             norms=torch.cat([get(name) for name in norms]),
-            qkv=torch.cat([get(f"self_attn.{p}_proj") for p in "qkv"]),
+            qkv=fused("weight"),
             o_proj=get("self_attn.o_proj"),
             gate_up=torch.cat([get("mlp.gate_proj"), get("mlp.up_proj")]),
             down=get("mlp.down_proj"),
+            qkv_bias=fused("bias") if geometry.attention_bias else None,
+            o_bias=get("self_attn.o_proj", "bias") if geometry.attention_bias else None,
         )
 
     return tuple(pack(layer) for layer in range(geometry.num_layers))
@@ -79,4 +84,7 @@ def unpack_layers(layers: tuple[LayerWeights, ...], geometry: Geometry, prefix: 
         names += [f"self_attn.{p}_proj" for p in "qkvo"] + ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
         parts += [*w.qkv.split([NH, KH, KH]), w.o_proj, *w.gate_up.split([F, F]), w.down]
         values |= {f"{prefix}layers.{layer}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
+        if w.qkv_bias is not None and w.o_bias is not None:
+            biases = zip("qkvo", [*w.qkv_bias.split([NH, KH, KH]), w.o_bias], strict=True)
+            values |= {f"{prefix}layers.{layer}.self_attn.{p}_proj.bias": bias for p, bias in biases}
     return values

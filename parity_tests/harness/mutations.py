@@ -103,9 +103,9 @@ def rms_norms(m: Modules, change: Callable) -> Patch:
 
 
 def rope_tables(m: Modules, change: Callable) -> Patch:
-    """`change(right, positions, geometry, dtype)`; positions are `[C]` for context rows and `[B, T]` for a block."""
+    """`change(right, positions, rope, dtype)`; positions are `[C]` for context rows and `[B, T]` for a block."""
     right = m.drafter.rope_table
-    return [(m.drafter, "rope_table", lambda positions, g, dtype: change(right, positions, g, dtype))]
+    return [(m.drafter, "rope_table", lambda positions, rope, dtype: change(right, positions, rope, dtype))]
 
 
 def rotations(m: Modules, change: Callable) -> Patch:
@@ -243,8 +243,8 @@ def padding_key(m):
 
 @mutation("inverse frequencies in bfloat16", "context_k")
 def frequencies_rounded(m):
-    def wrong(right, positions, g, dtype):
-        inverse = g.rope_theta ** -(np.arange(0, g.head_dim, 2) / g.head_dim)
+    def wrong(right, positions, rope, dtype):
+        inverse = m.layers.inverse_frequencies(rope)
         angles = positions[..., None] * m.xp.asarray(inverse.astype(ml_dtypes.bfloat16).astype(np.float64))
         kind = m.numerics.accum_dtype(dtype)
         return tuple(
@@ -297,8 +297,8 @@ def hidden_norm_ignored(m):
 
 @mutation("RoPE base 100 times too large", "context_k")
 def rope_base(m):
-    def wrong(right, positions, g, dtype):
-        return right(positions, replace(g, rope_theta=100 * g.rope_theta), dtype)
+    def wrong(right, positions, rope, dtype):
+        return right(positions, replace(rope, theta=100 * rope.theta), dtype)
 
     return rope_tables(m, wrong)
 
@@ -336,8 +336,8 @@ def k_norm_of_layer_0(m):
 
 @mutation("context K rotated by another table than query K (C23)", "context_k")
 def context_table(m):
-    def wrong(right, positions, g, dtype):
-        return right(positions, replace(g, rope_theta=2 * g.rope_theta) if positions.ndim == 1 else g, dtype)
+    def wrong(right, positions, rope, dtype):
+        return right(positions, replace(rope, theta=2 * rope.theta) if positions.ndim == 1 else rope, dtype)
 
     return rope_tables(m, wrong)
 
@@ -476,8 +476,8 @@ def anchor_of_prefill(m):
 def logits_rounded(m):
     right = m.drafter.compute_logits
 
-    def wrong(weights, hidden):
-        logits = right(weights, hidden)
+    def wrong(weights, config, hidden):
+        logits = right(weights, config, hidden)
         rounded = m.numerics.store(logits, hidden.dtype)
         return rounded.astype(logits.dtype) if hasattr(rounded, "astype") else rounded.to(logits.dtype)
 
