@@ -22,7 +22,7 @@ SCHEMA = 1
 PER_REQUEST = (
     "start_position", "num_context", "num_rejected", "num_sampled", "last_sampled", "next_prefill", "request_index",
 )  # fmt: skip
-CONFIG = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "dflash_config")
+CONFIG = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 SIZES = ("num_reqs", "context_rows", "page_size", "max_model_len", "num_speculative_tokens")
 
 
@@ -35,8 +35,9 @@ class Case:
     """One draft step.
 
     Args:
-        config: the drafter's config.json, z-lab's form.
-        tensors: float32 by checkpoint name, with the target's `embed_tokens.weight` and `lm_head.weight`.
+        config: the drafter's config.json in any published form; null symmetries and shrinking want z-lab's.
+        tensors: float32 by checkpoint name, with the `embed_tokens.weight` and `lm_head.weight` that are used, its own or
+            the target's.
         columns: int32 `[n]` for each name of PER_REQUEST and `block_tables [n, W]`.
         hidden_states: `[I, M, Dt]` float32, the target's residual stream for the step's rows; index 0 is the embeddings.
         pool: `[L, 2, P, page, K, H]` float32 before the step, NaN where no request owns a row.
@@ -67,7 +68,7 @@ class Case:
 
     @property
     def num_layers(self) -> int:
-        return self.config["num_hidden_layers"]
+        return len(self.pool)
 
 
 def exact(x) -> np.ndarray:
@@ -77,12 +78,14 @@ def exact(x) -> np.ndarray:
 
 def _compact(x: np.ndarray) -> np.ndarray:
     """bfloat16 if that loses nothing, as in every case that nobody made from a float32 checkpoint or a float64 run."""
+    if x.dtype.kind in "iu":
+        return x
     small = x.astype(ml_dtypes.bfloat16)
     return small if np.array_equal(small.astype(x.dtype), x, equal_nan=True) else x
 
 
 def _wide(x: np.ndarray) -> np.ndarray:
-    return x if x.dtype.kind == "f" else x.astype(np.float32)
+    return x if x.dtype.kind in "fiu" else x.astype(np.float32)
 
 
 def save(case: Case, path: str | Path) -> Path:
@@ -131,7 +134,9 @@ def load(path: str | Path) -> Case:
             _wide(arrays["hidden_states"]), _wide(arrays["pool"]),
             **{name: int(document["sizes"][name]) for name in SIZES}, meta=document["meta"],
         )  # fmt: skip
-        missing = {*PER_REQUEST, "block_tables"} - case.columns.keys() | {*CONFIG} - case.config.keys()
+        missing = {*PER_REQUEST, "block_tables"} - case.columns.keys()
+        if "transformer_layer_config" not in case.config:  # where the speculators form has its sizes
+            missing |= {*CONFIG} - case.config.keys()
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise CaseError(
             f"{path}: not a parity case, or one of another version ({type(error).__name__}: {error})"

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,15 @@ def oracle(case: Case, forced: Trace | None = None) -> Trace:
     )
 
 
+def draft_config(case: Case) -> DraftConfig:
+    """The package's own reading of the configuration; a vocabulary that it does not name is the target's."""
+    config = parse_draft_config(case.config)
+    if config.geometry.vocab_size is None:
+        rows = len(case.tensors["embed_tokens.weight"])
+        config = replace(config, geometry=replace(config.geometry, vocab_size=rows))
+    return config
+
+
 def engine_config(case: Case, draft: DraftConfig) -> EngineConfig:
     """The constants of an engine that would run this case."""
     from jax_dflash.attention.dense import padded_width
@@ -122,7 +132,7 @@ def _run_jax(
     from jax_dflash.taps import Taps
 
     kind = numerics.as_dtype(dtype)
-    draft = parse_draft_config(case.config)
+    draft = draft_config(case)
     config = engine_config(case, draft)
 
     def array(x, dtype=kind):
@@ -131,9 +141,8 @@ def _run_jax(
     def forced_array(name, x):
         return array(x, numerics.accum_dtype(kind) if name == "logits" else kind)  # logits are never rounded
 
-    tensors = {name: array(value) for name, value in case.tensors.items()}
-    embed, head = tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight")
-    weights = drafter.pack(tensors, draft, embed, head)
+    tensors = {name: array(v) if v.dtype.kind == "f" else jnp.asarray(v, jnp.int32) for name, v in case.tensors.items()}
+    weights = drafter.pack(tensors, draft)
     ints = jnp.asarray(config.layout(case.num_reqs).pack(case.columns, case.live_rows))
     forced = {name: forced_array(name, value) for name, value in (forced or {}).items()}
 
@@ -168,7 +177,7 @@ def _run_torch(
 
     numerics.pin_numerics()
     kind = numerics.as_dtype(dtype)
-    draft = parse_draft_config(case.config)
+    draft = draft_config(case)
     config = engine_config(case, draft)
 
     def array(x, dtype=kind):
@@ -177,9 +186,8 @@ def _run_torch(
     def forced_array(name, x):
         return array(x, numerics.accum_dtype(kind) if name == "logits" else kind)  # logits are never rounded
 
-    tensors = {name: array(value) for name, value in case.tensors.items()}
-    embed, head = tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight")
-    weights = drafter.pack(tensors, draft, embed, head)
+    tensors = {name: array(v, kind if v.dtype.kind == "f" else torch.int32) for name, v in case.tensors.items()}
+    weights = drafter.pack(tensors, draft)
     rows = array(features(case, draft))
     forced = {name: forced_array(name, value) for name, value in (forced or {}).items()}
     ints = torch.from_numpy(config.layout(case.num_reqs).pack(case.columns, case.live_rows)).to(device)
@@ -217,16 +225,16 @@ def _run_graph(case: Case, dtype: str) -> Trace:
 
     if not torch.cuda.is_available():
         raise CannotRun("torch.graph needs an NVIDIA GPU; pass --sut torch.eager or another runner")
-    kind, draft = numerics.as_dtype(dtype), parse_draft_config(case.config)
+    kind, draft = numerics.as_dtype(dtype), draft_config(case)
     config = engine_config(case, draft)
-    tensors = {name: torch.tensor(value).to("cuda", kind) for name, value in case.tensors.items()}
-    embed, head = tensors.pop("embed_tokens.weight"), tensors.pop("lm_head.weight")
+    kinds = {"f": kind, "i": torch.int32}
+    tensors = {name: torch.tensor(v).to("cuda", kinds[v.dtype.kind]) for name, v in case.tensors.items()}
     pool = zero_pool(case.pool.shape, kind, "cuda")
     pool[:] = torch.tensor(case.pool).to("cuda", kind)
     Q = case.num_speculative_tokens + 1
     ladder = BucketLadder.without_holes(max_num_seqs=case.num_reqs, query_len=Q)
     with torch.inference_mode():
-        weights = drafter.pack(tensors, draft, embed, head)
+        weights = drafter.pack(tensors, draft)
         graphs = CudaGraphs(config, ladder, weights, DraftState(pool), "dense")
         graphs.capture(progress=False)
         descriptor = ladder.dispatch(case.num_reqs, case.num_reqs * Q, Q)
