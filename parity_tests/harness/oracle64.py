@@ -1,6 +1,7 @@
 """One DFlash draft step in plain float64 numpy, written from the specification alone: the judge of both frameworks.
 
-It shares no code with either of them and prefers loops to speed. Sections in brackets are those of the drafting spec.
+It shares no code with either of them and prefers loops to speed. `oracle64_config` reads the configuration. Cases in
+brackets are those of the cases file.
 
 Letters: `B` requests of the bucket, `T` query rows of one request, `C` context rows, `M` live context rows, `D` draft width,
 `Dt` target width, `E` tapped target layers, `I` hidden states of the target, `N` query heads, `K` KV heads, `H` head dim,
@@ -15,21 +16,12 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
+from parity_tests.harness.oracle64_config import read_config
+
 PAD = -1
 NULL_PAGE = 0
+INTEGERS = {"I32": np.int32, "I64": np.int64}
 STORED = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
-# Keys without which the maths is unknown, and keys that may only say what this file computes (first value: the default).
-REQUIRED = ("hidden_size num_hidden_layers num_attention_heads num_key_value_heads rms_norm_eps rope_theta").split()
-ONLY = {
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "rope_scaling": (None,),
-    "rope_parameters": (None,),
-    "use_sliding_window": (False, None),
-    "is_causal": (None, False),
-    "logit_scale": (1.0, None),
-}
-ONLY_NESTED = {"causal": (None, False), "use_swa": (None, False), "sample_from_anchor": (None, False)}
 GLOBAL_TAPS = "features combined context_norm context_k context_v embeds hidden logits".split()
 LAYER_TAPS = "n1 q k v attn post_attention n2 act out".split()
 GLOBAL_WEIGHTS = "fc hidden_norm norm embed_tokens lm_head".split()
@@ -51,19 +43,6 @@ class Step(NamedTuple):
     request_index: np.ndarray  # [n]
     block_tables: np.ndarray  # [n, W] page ids, 0 is the null page
     hidden_states: np.ndarray  # [I, M, Dt] residual stream, index 0 = embeddings, index i = after i layers
-
-
-class Model(NamedTuple):
-    """What the configuration decides beyond the shapes of the weights."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    eps: float
-    theta: float
-    mask_token_id: int
-    taps: list[int]  # indices into hidden_states
 
 
 def load(directory):
@@ -88,56 +67,60 @@ def load(directory):
         for name, entry in entries:
             if name in tensors:
                 raise ValueError(f"{path}: {name} is also in an earlier file of the folder")
-            if entry["dtype"] not in STORED:
-                raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, expected one of {', '.join(STORED)}")
-            stored = np.frombuffer(entry["data"], STORED[entry["dtype"]]).reshape(entry["shape"])
-            tensors[name] = stored.astype(np.float64)
+            stored = INTEGERS if name == "d2t" else STORED
+            if entry["dtype"] not in stored:
+                raise ValueError(f"{path}: {name} has dtype {entry['dtype']}, expected one of {', '.join(stored)}")
+            values = np.frombuffer(entry["data"], stored[entry["dtype"]]).reshape(entry["shape"])
+            tensors[name] = values.astype(np.float64)
     return config, tensors
-
-
-def read_config(config) -> Model:
-    """A z-lab config.json as a Model; ValueError names a key that is missing or asks for what is not computed here."""
-    nested = config.get("dflash_config") or {}
-    for key in REQUIRED:
-        if config.get(key) is None:
-            raise ValueError(f"config has no {key}")
-    for key in ("mask_token_id", "target_layer_ids"):
-        if nested.get(key) is None:
-            raise ValueError(f"config has no dflash_config.{key}")
-    for table, only in ((config, ONLY), (nested, ONLY_NESTED)):
-        for key, values in only.items():
-            if table.get(key, values[0]) not in values:
-                raise ValueError(f"{key}={table[key]!r} is not supported, expected {values[0]!r}")
-    layers, ids = config["num_hidden_layers"], nested["target_layer_ids"]
-    types = config.get("layer_types") or ["full_attention"] * layers
-    if types != ["full_attention"] * layers:
-        raise ValueError(f"layer_types={types} is not supported, expected full_attention for each of {layers} layers")
-    if not ids or len(set(ids)) < len(ids) or min(ids) < 0:
-        raise ValueError(f"target_layer_ids={ids} must be distinct and not negative")
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    if heads % kv_heads:
-        raise ValueError(f"num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
-    return Model(
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        eps=config["rms_norm_eps"],
-        theta=config["rope_theta"],
-        mask_token_id=nested["mask_token_id"],
-        taps=[i + 1 for i in ids],  # an id names the layer whose output is read [C01]
-    )
 
 
 def check_names(model, tensors, forced):
     """ValueError on a tensor that is missing or never read (a bias, say), and on a forced name that is no float tap."""
-    weights = GLOBAL_WEIGHTS + [f"layers.{i}.{name}" for i in range(model.layers) for name in LAYER_WEIGHTS]
-    taps = GLOBAL_TAPS + [f"layers.{i}.{name}" for i in range(model.layers) for name in LAYER_TAPS]
-    wrong = {f"{name}.weight" for name in weights} ^ set(tensors)
+    layers = range(len(model.layers))
+    weights = GLOBAL_WEIGHTS + [f"layers.{i}.{name}" for i in layers for name in LAYER_WEIGHTS]
+    biases = [f"layers.{i}.self_attn.{name}_proj" for i in layers for name in "qkvo" if model.attention_bias]
+    taps = GLOBAL_TAPS + [f"layers.{i}.{name}" for i in layers for name in LAYER_TAPS]
+    wrong = {f"{name}.weight" for name in weights} | {f"{name}.bias" for name in biases}
+    wrong ^= set(tensors) - {"d2t"}
     if wrong:
         raise ValueError(f"tensors missing or unexpected: {', '.join(sorted(wrong))}")
     if unknown := sorted(set(forced) - set(taps)):
         raise ValueError(f"cannot force {', '.join(unknown)}: not a float tap")
+
+
+def head_columns(model, tensors):
+    """The target id of each used row of lm_head, and how many columns the logits get: those no row has are -inf.
+
+    Without d2t row i is id i and rows past the vocabulary are padding [C07]; with it row i is id i + d2t[i] [C08].
+    """
+    rows, vocab = len(tensors["lm_head.weight"]), model.vocab_size or len(tensors["embed_tokens.weight"])
+    if "d2t" not in tensors:
+        if rows < vocab:
+            raise ValueError(f"lm_head has {rows} rows for a vocabulary of {vocab}, and there is no d2t")
+        return np.arange(vocab), rows
+    d2t = np.asarray(tensors["d2t"])
+    if d2t.shape != (rows,) or rows != (model.draft_vocab_size or rows):
+        raise ValueError(f"d2t {d2t.shape}, lm_head of {rows} rows, draft_vocab_size={model.draft_vocab_size} differ")
+    columns = np.arange(rows) + d2t.astype(np.int64)
+    if (d2t % 1).any() or len(set(columns)) < rows or columns.min() < 0 or columns.max() >= vocab:
+        raise ValueError(f"d2t does not give {rows} distinct ids of a vocabulary of {vocab}")
+    return columns, vocab
+
+
+class Weights:
+    """A checkpoint's tensors by name, as float64."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+    def __call__(self, name):
+        return np.asarray(self.tensors[f"{name}.weight"], np.float64)
+
+    def linear(self, x, name):
+        """x @ weight.T, plus the bias if there is one."""
+        y = x @ self(name).T
+        return y + np.asarray(self.tensors[f"{name}.bias"], np.float64) if f"{name}.bias" in self.tensors else y
 
 
 def slot_of(table, position, page_size, max_model_len):
@@ -205,12 +188,13 @@ def rms_norm(x, weight, eps):
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
-def rope(x, positions, theta):
-    """Half-split rotary embedding of x [..., heads, H] at positions [...]; pair j is (j, j + H/2)."""
-    half = x.shape[-1] // 2
-    angle = positions[..., None, None] * theta ** (-np.arange(half) / half)
-    a, b = x[..., :half], x[..., half:]
-    return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)], axis=-1)
+def rotate(x, positions, rope):
+    """Half-split rotary embedding of x [..., heads, H] at positions [...]: pair j of R is (j, j + R/2), the rest stays."""
+    half = len(rope.inv_freq)
+    angle = positions[..., None, None] * rope.inv_freq
+    cos, sin = np.cos(angle) * rope.scale, np.sin(angle) * rope.scale
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
 def write(rows, slots, values):
@@ -218,21 +202,32 @@ def write(rows, slots, values):
     rows[slots[slots != PAD]] = values[slots != PAD]
 
 
-def attend(q_BTNH, rows_2SKH, block_tables, seq_lens, page_size):
-    """Each query row over keys 0..seq_len-1 of its request, those of its own block included; zeros where seq_len is 0."""
+def visible_keys(row, num_rows, num_keys, causal, window):
+    """Keys [first, last) that query row `row` of num_rows sees of num_keys; the last row stands at the last key [C32]."""
+    at = row + num_keys - num_rows
+    first = 0 if window is None else at - (window - 1)
+    last = at if causal else num_keys - 1 if window is None else at + (window - 1)
+    return max(first, 0), min(last + 1, num_keys)
+
+
+def attend(q_BTNH, rows_2SKH, block_tables, seq_lens, page_size, *, causal, window):
+    """Each query row over the keys it sees of its request, those of its own block included; zeros where there are none."""
     out = np.zeros_like(q_BTNH)
-    heads, head_dim = q_BTNH.shape[2:]
+    T, heads, head_dim = q_BTNH.shape[1:]
     group = heads // rows_2SKH.shape[2]
     for r, table in enumerate(block_tables):
-        if seq_lens[r] == 0:
-            continue
-        # Only visible rows are ever loaded, so NaN elsewhere cannot leak in as 0 * NaN.
-        slots = [table[j // page_size] * page_size + j % page_size for j in range(seq_lens[r])]
-        for h in range(heads):
-            keys, values = rows_2SKH[0, slots, h // group], rows_2SKH[1, slots, h // group]
-            scores = q_BTNH[r, :, h] @ keys.T * head_dim**-0.5
-            weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-            out[r, :, h] = weights @ values / weights.sum(axis=-1, keepdims=True)
+        spans = [visible_keys(t, T, seq_lens[r], causal, window) for t in range(T)]
+        for first, last in set(spans):
+            if first >= last:
+                continue
+            rows = [t for t in range(T) if spans[t] == (first, last)]
+            # Only visible rows are ever loaded, so NaN elsewhere cannot leak in as 0 * NaN.
+            slots = [table[j // page_size] * page_size + j % page_size for j in range(first, last)]
+            for h in range(heads):
+                keys, values = rows_2SKH[0, slots, h // group], rows_2SKH[1, slots, h // group]
+                scores = q_BTNH[r, rows, h] @ keys.T * head_dim**-0.5
+                weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+                out[r, rows, h] = weights @ values / weights.sum(axis=-1, keepdims=True)
     return out
 
 
@@ -242,45 +237,50 @@ def read_features(model, step, context_rows, width):
     num_states, M, Dt = hidden_states.shape
     if M != np.sum(step.num_context):
         raise ValueError(f"hidden_states has {M} rows, num_context adds up to {np.sum(step.num_context)}")
+    if model.target_hidden_size not in (None, Dt):
+        raise ValueError(f"target_hidden_size={model.target_hidden_size}, but hidden_states has width {Dt}")
     if max(model.taps) >= num_states or len(model.taps) * Dt != width:
-        ids = [i - 1 for i in model.taps]
-        raise ValueError(f"target_layer_ids={ids} of {num_states} hidden states, width {Dt}: fc wants {width} features")
+        raise ValueError(
+            f"target_layer_ids or aux_hidden_state_layer_ids tap {model.taps} of {num_states} hidden states "
+            f"of width {Dt}: fc wants {width} features"
+        )
     features = np.full((context_rows, width), np.nan)
     features[:M] = np.concatenate([hidden_states[i] for i in model.taps], axis=-1)
     return features
 
 
-def context_kv(model, weight, context_norm_CD, positions):
+def context_kv(model, weights, context_norm_CD, positions):
     """K [L, C, K, H] through each layer's own projection, K norm [C42] and RoPE, and raw V; no input_layernorm."""
     keys, values = [], []
-    for i in range(model.layers):
-        k, v = (context_norm_CD @ weight(f"layers.{i}.self_attn.{name}_proj").T for name in "kv")
+    for i, layer in enumerate(model.layers):
+        k, v = (weights.linear(context_norm_CD, f"layers.{i}.self_attn.{name}_proj") for name in "kv")
         k, v = (y.reshape(len(positions), model.kv_heads, model.head_dim) for y in (k, v))
-        keys.append(rope(rms_norm(k, weight(f"layers.{i}.self_attn.k_norm"), model.eps), positions, model.theta))
+        keys.append(rotate(rms_norm(k, weights(f"layers.{i}.self_attn.k_norm"), model.eps), positions, layer.rope))
         values.append(v)
     return np.stack(keys), np.stack(values)
 
 
-def draft_layer(model, weight, tap, layer, x, rows_2SKH, ints, block_tables, page_size):
+def draft_layer(model, weights, tap, i, x, rows_2SKH, ints, block_tables, page_size):
     """One pre-norm layer on x [B, T, D]; stores the block's K/V before it reads them, as its rows see each other."""
     B, T, _ = x.shape
-    at, positions = f"layers.{layer}.", ints["query_positions"].reshape(B, T)
-    n1 = tap(at + "n1", rms_norm(x, weight(at + "input_layernorm"), model.eps))
+    at, layer, positions = f"layers.{i}.", model.layers[i], ints["query_positions"].reshape(B, T)
+    n1 = tap(at + "n1", rms_norm(x, weights(at + "input_layernorm"), model.eps))
     q, k, v = (
-        (n1 @ weight(f"{at}self_attn.{name}_proj").T).reshape(B, T, num, model.head_dim)
+        weights.linear(n1, f"{at}self_attn.{name}_proj").reshape(B, T, num, model.head_dim)
         for name, num in (("q", model.heads), ("k", model.kv_heads), ("v", model.kv_heads))
     )
-    q = tap(at + "q", rope(rms_norm(q, weight(at + "self_attn.q_norm"), model.eps), positions, model.theta))
-    k = tap(at + "k", rope(rms_norm(k, weight(at + "self_attn.k_norm"), model.eps), positions, model.theta))
+    q = tap(at + "q", rotate(rms_norm(q, weights(at + "self_attn.q_norm"), model.eps), positions, layer.rope))
+    k = tap(at + "k", rotate(rms_norm(k, weights(at + "self_attn.k_norm"), model.eps), positions, layer.rope))
     v = tap(at + "v", v)
     for side, kv in enumerate((k, v)):
         write(rows_2SKH[side], ints["query_slots"], kv.reshape(B * T, *kv.shape[2:]))
-    attn = tap(at + "attn", attend(q, rows_2SKH, block_tables, ints["seq_lens"], page_size))
-    x = tap(at + "post_attention", x + attn.reshape(B, T, -1) @ weight(at + "self_attn.o_proj").T)
-    n2 = tap(at + "n2", rms_norm(x, weight(at + "post_attention_layernorm"), model.eps))
-    gate, up = (n2 @ weight(f"{at}mlp.{name}_proj").T for name in ("gate", "up"))
+    mask = {"causal": layer.causal, "window": layer.window}
+    attn = tap(at + "attn", attend(q, rows_2SKH, block_tables, ints["seq_lens"], page_size, **mask))
+    x = tap(at + "post_attention", x + weights.linear(attn.reshape(B, T, -1), at + "self_attn.o_proj"))
+    n2 = tap(at + "n2", rms_norm(x, weights(at + "post_attention_layernorm"), model.eps))
+    gate, up = (weights.linear(n2, f"{at}mlp.{name}_proj") for name in ("gate", "up"))
     act = tap(at + "act", gate / (1 + np.exp(-gate)) * up)
-    return tap(at + "out", x + act @ weight(at + "mlp.down_proj").T)
+    return tap(at + "out", x + weights.linear(act, at + "mlp.down_proj"))
 
 
 # Rejected and padded rows may hold anything, and silu's exp may overflow to its right limit.
@@ -302,17 +302,17 @@ def run(
 
     `forced` maps float taps to values that everything downstream uses; the result still records what was computed.
     Rows of padded requests and of context past M are garbage in float taps. ValueError names what does not fit.
+    `tensors` have z-lab's names, with the embed_tokens and lm_head that are to be used, and d2t if lm_head is reduced.
     """
-    model, forced = read_config(config), forced or {}
+    model, weights, forced = read_config(config), Weights(tensors), forced or {}
     check_names(model, tensors, forced)
+    columns, num_columns = head_columns(model, tensors)
+    L = len(model.layers)
     pool = np.array(pool, np.float64, order="C")  # so that the reshape below is a view
-    if pool.ndim != 6 or pool.shape != (model.layers, 2, pool.shape[2], page_size, model.kv_heads, model.head_dim):
+    if pool.ndim != 6 or pool.shape != (L, 2, pool.shape[2], page_size, model.kv_heads, model.head_dim):
         raise ValueError(f"pool {pool.shape} is not [L, 2, P, page, K, H] of page_size={page_size} and {model}")
-    rows_L2SKH = pool.reshape(model.layers, 2, -1, model.kv_heads, model.head_dim)
+    rows_L2SKH = pool.reshape(L, 2, -1, model.kv_heads, model.head_dim)
     result = {}
-
-    def weight(name):
-        return np.asarray(tensors[f"{name}.weight"], np.float64)
 
     def tap(name, value):
         result[name] = value
@@ -331,20 +331,22 @@ def run(
         num_speculative_tokens=num_speculative_tokens,
         num_pages=pool.shape[2],
     )
-    x = tap("features", read_features(model, step, context_rows, weight("fc").shape[1]))
+    x = tap("features", read_features(model, step, context_rows, weights("fc").shape[1]))
     result |= ints
-    x = tap("combined", x @ weight("fc").T)
-    x = tap("context_norm", rms_norm(x, weight("hidden_norm"), model.eps))
-    context_k, context_v = context_kv(model, weight, x, ints["context_positions"])
+    x = tap("combined", weights.linear(x, "fc"))
+    x = tap("context_norm", rms_norm(x, weights("hidden_norm"), model.eps))
+    context_k, context_v = context_kv(model, weights, x, ints["context_positions"])
     for side, kv_LCKH in enumerate((tap("context_k", context_k), tap("context_v", context_v))):
-        for i in range(model.layers):
+        for i in range(L):
             write(rows_L2SKH[i, side], ints["context_slots"], kv_LCKH[i])
-    embed, ids = weight("embed_tokens"), ints["input_ids"].reshape(num_reqs, -1)
+    embed, ids = weights("embed_tokens"), ints["input_ids"].reshape(num_reqs, -1)
     if ids.min() < 0 or ids.max() >= len(embed):
         raise ValueError(f"input ids {ids.min()}..{ids.max()} outside the vocabulary of {len(embed)}")
-    x = tap("embeds", embed[ids])
-    for i in range(model.layers):
-        x = draft_layer(model, weight, tap, i, x, rows_L2SKH[i], ints, step.block_tables, page_size)
-    x = tap("hidden", rms_norm(x[:, 1:], weight("norm"), model.eps))
-    logits = tap("logits", x @ weight("lm_head").T)
+    x = tap("embeds", embed[ids] * model.embedding_scale)
+    for i in range(L):
+        x = draft_layer(model, weights, tap, i, x, rows_L2SKH[i], ints, step.block_tables, page_size)
+    x = tap("hidden", rms_norm(x[:, 1:], weights("norm"), model.eps))
+    logits = np.full((*x.shape[:2], num_columns), -np.inf)
+    logits[..., columns] = weights.linear(x, "lm_head")[..., : len(columns)] * model.logit_scale
+    logits = tap("logits", logits)
     return result | {"draft_tokens": np.argmax(logits, axis=-1).astype(np.int32), "pool": pool}  # ties: the first
