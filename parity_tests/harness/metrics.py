@@ -22,11 +22,16 @@ def rms(x: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
 
 
+def difference(x: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """x - exact, 0 where either is not finite: a reduced vocabulary's logits hold -inf on both sides."""
+    return np.subtract(x, exact, out=np.zeros(np.shape(exact)), where=np.isfinite(x) & np.isfinite(exact))
+
+
 def relative_rmse(x: np.ndarray, exact: np.ndarray) -> float:
     """RMS(x - exact) / RMS(exact); infinite where only one of them is finite."""
     if not same_nonfinite(x, exact):
         return float("inf")
-    error, scale = rms(x - exact), rms(exact)
+    error, scale = rms(difference(x, exact)), rms(exact)
     return 0.0 if error == 0 else error / scale if scale else float("inf")
 
 
@@ -53,7 +58,7 @@ def ulp(exact: np.ndarray, dtype: str) -> np.ndarray:
 def ulp_errors(x: np.ndarray, exact: np.ndarray, dtype: str) -> np.ndarray:
     """Distances in units of the last place, 0 where neither is finite. A value below the array's RMS is measured at the
     RMS: next to a zero every right answer is thousands of its own units off."""
-    error = np.abs(x - exact) / ulp(np.maximum(np.abs(exact), rms(exact)), dtype)
+    error = np.abs(difference(x, exact)) / ulp(np.maximum(np.abs(exact), rms(exact)), dtype)
     return np.where(np.isfinite(exact), error, 0.0)
 
 
@@ -61,4 +66,6 @@ def decided(exact_logits: np.ndarray, reference_logits: np.ndarray, sigmas: floa
     """Which rows' argmax the reference's own error cannot turn: the float64 top-2 margin exceeds `sigmas` RMS errors."""
     top = np.partition(exact_logits, -2, axis=-1)
     margin = top[..., -1] - top[..., -2]
-    return margin > sigmas * np.sqrt(np.mean((reference_logits - exact_logits) ** 2, axis=-1))
+    finite = np.isfinite(exact_logits)
+    squared = np.sum(difference(reference_logits, exact_logits) ** 2, axis=-1) / np.maximum(finite.sum(-1), 1)
+    return margin > sigmas * np.sqrt(squared)
