@@ -98,21 +98,6 @@ def plain_layers(geometry: Geometry) -> tuple[Layer, ...]:
     return (Layer(window=None, causal=False, rope=plain_rope(geometry)),) * geometry.num_layers
 
 
-def unsupported(config: DraftConfig) -> str | None:
-    """What of this drafter is read but not computed yet, or None."""
-    found = {
-        "sliding windows (layer_types)": any(layer.window is not None for layer in config.layers),
-        "causal layers": any(layer.causal for layer in config.layers),
-    }
-    return next((feature for feature, there in found.items() if there), None)
-
-
-def refuse_unsupported(config: DraftConfig, source: str = "this drafter") -> None:
-    """Raise InputError for a drafter whose function is not computed yet."""
-    if (feature := unsupported(config)) is not None:
-        raise InputError(f"{source}: the drafter has {feature}, which the forward does not compute yet")
-
-
 def _checked_geometry(keys: Keys, geometry: Geometry) -> Geometry:
     g = geometry
     if g.num_layers > forms.MAX_LAYERS:

@@ -64,14 +64,15 @@ def query_step(
     block_tables: Int[Array, "N W"],
     tap: TapCall = no_taps,
 ) -> tuple[Pool, Int[Array, "N K"]]:
-    """One non-causal pass over [anchor, mask x K] of each request, and its K greedy drafts."""
+    """One pass over [anchor, mask x K] of each request, and its K greedy drafts."""
     N, Q = block_tables.shape[0], config.query_len
+    bounds = [dense.key_bounds(inputs.seq_lens, Q, layer.window, layer.causal) for layer in config.draft.layers]
 
     def attend(pool, layer, q, k, v):
         pool = store_layer(
             pool, layer, k.reshape(N * Q, *k.shape[2:]), v.reshape(N * Q, *v.shape[2:]), inputs.query_slots
         )
-        return pool, dense.attention(pool, layer, q, block_tables, inputs.seq_lens)
+        return pool, dense.attention(pool, layer, q, block_tables, inputs.seq_lens, *bounds[layer])
 
     for name, value in inputs._asdict().items():
         if not name.startswith("context"):

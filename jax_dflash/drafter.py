@@ -1,4 +1,4 @@
-"""The DFlash drafter: target features to context K/V, and one non-causal pass over [anchor, mask x K] per request.
+"""The DFlash drafter: target features to context K/V, and one pass over [anchor, mask x K] per request.
 
 B requests, T query rows of one request, C context rows of a batch, E target feature layers, D model width, L draft
 layers, K KV heads, H head dim, V vocabulary.
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jax_dflash.config import DraftConfig, InputError, load_draft_config, refuse_unsupported
+from jax_dflash.config import DraftConfig, InputError, load_draft_config
 from jax_dflash.layers import LayerWeights, Pool, apply_rope, decoder_layer, rms_norm, rope_table
 from jax_dflash.modules import DecoderLayer, Weight, from_tensors, tensors
 from jax_dflash.names import vocabulary_tensors
@@ -50,7 +50,6 @@ def load_drafter(
     """A published checkpoint folder; tensors as stored, or converted to `dtype`. `yarn_attention` as in
     `parse_draft_config`. Raises InputError."""
     config = load_draft_config(directory, yarn_attention=yarn_attention)
-    refuse_unsupported(config, source=str(directory))
     values = load_draft_tensors(directory, config, dtype)
     return config, from_tensors(partial(Drafter, own=values), config, values)
 
@@ -80,7 +79,6 @@ def pack(
 ) -> DraftWeights:
     """The canonical tree (checkpoint names) as the few arrays that programs take. `embed_tokens` and `lm_head` are the
     target's, for a drafter that has none of its own."""
-    refuse_unsupported(config)
     embed_tokens = values.get("embed_tokens.weight", embed_tokens)
     lm_head = values.get("lm_head.weight", lm_head)
     if embed_tokens is None or lm_head is None:

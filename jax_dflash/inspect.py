@@ -21,7 +21,6 @@ from jax_dflash.config import (
     config_path,
     describe_draft_config,
     load_target_config,
-    unsupported,
 )
 from jax_dflash.keys import InputError, read_json
 from jax_dflash.names import Match, canonical, match_draft
@@ -67,8 +66,7 @@ def inspect(job: InspectJob) -> dict[str, Any]:
             config = check_pair(config, load_target_config(job.target), names)
         except InputError as error:
             refused = refused or str(error)
-    waiting = None if config is None else unsupported(config)
-    return result | floors(config, job) | {"weights": weights, "unsupported": waiting, "refused": refused}
+    return result | floors(config, job) | {"weights": weights, "refused": refused}
 
 
 def has_weights(folder: Path) -> bool:
@@ -176,8 +174,6 @@ def report(result: dict[str, Any]) -> Group:
     parts: list[Any] = []
     if result["format"] is not None:
         parts += [*_facts(result), *_layers(result), *_buckets(result), *_weights(result)]
-    if result["unsupported"]:
-        parts.append(Text(f"Not computed yet: {result['unsupported']}."))
     if result["refused"]:
         parts.append(Text(f"REFUSED: {result['refused']}"))
     return Group(*parts)

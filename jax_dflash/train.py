@@ -44,15 +44,26 @@ def causal_attend(pool: None, layer: int, q: Array, k: Array, v: Array) -> tuple
     return pool, masked_attention(q, k, v, mask)
 
 
-def block_mask(anchors: Int[Array, "B A"], num_context: int, block_size: int) -> Bool[Array, "B AT S+AT"]:
+def block_mask(
+    anchors: Int[Array, "B A"], num_context: int, block_size: int, window: int | None = None, causal: bool = False
+) -> Bool[Array, "B AT S+AT"]:
     """Who sees whom: a row of the block anchored at position a sees context j iff j < a, strictly, and every row of its
-    own block in both directions; nothing of other blocks (arXiv 2602.06036)."""
+    own block in both directions; nothing of other blocks (arXiv 2602.06036). Of these a layer with `window` and `causal`
+    (`checkpoint_forms.Layer`) sees a part."""
     B, A = anchors.shape
     own = jnp.repeat(anchors, block_size, axis=1)
     context = jnp.arange(num_context) < own[..., None]
     block = jnp.arange(A * block_size) // block_size
     blocks = jnp.broadcast_to(block[:, None] == block, (B, A * block_size, A * block_size))
-    return jnp.concatenate([context, blocks], axis=-1)
+    mask = jnp.concatenate([context, blocks], axis=-1)
+    rows = own + jnp.arange(A * block_size) % block_size
+    keys = jnp.concatenate([jnp.broadcast_to(jnp.arange(num_context), (B, num_context)), rows], axis=1)
+    distance = rows[:, :, None] - keys[:, None]
+    if causal:
+        mask &= distance >= 0
+    if window is not None:
+        mask &= jnp.abs(distance) < window
+    return mask
 
 
 def draft_logits(
@@ -69,11 +80,11 @@ def draft_logits(
     context = jax.vmap(lambda x, p: drafters.precompute_context_kv(weights, config, x, p), out_axes=2)(
         combined, positions
     )
-    mask = block_mask(anchors, S, T)
+    masks = [block_mask(anchors, S, T, layer.window, layer.causal) for layer in config.layers]
 
     def attend(pool, layer, q, k, v):
         keys = jnp.concatenate([context[layer, 0], k], axis=1)
-        return pool, masked_attention(q, keys, jnp.concatenate([context[layer, 1], v], axis=1), mask)
+        return pool, masked_attention(q, keys, jnp.concatenate([context[layer, 1], v], axis=1), masks[layer])
 
     steps = jnp.arange(T, dtype=jnp.int32)
     anchor_ids = jnp.take_along_axis(tokens, anchors, axis=1)

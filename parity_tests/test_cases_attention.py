@@ -21,7 +21,8 @@ def attend(request):
     name, kernel = request.param
     f = FRAMEWORKS[name]
 
-    def run(q, k, v, seq_lens, positions=None):
+    def run(q, k, v, seq_lens, positions=None, *, kind=(None, False), evicted=0):
+        """`kind` is the layer's window and direction; the first `evicted` pages are gone, and the null page is NaN."""
         B, S, K, H = k.shape
         width = -(-S // PAGE)
         pool = np.zeros((1, 2, 1 + B * width, PAGE, K, H), np.float32)
@@ -30,9 +31,10 @@ def attend(request):
         for b in range(B):
             at = tables[b, np.arange(S) // PAGE] * PAGE + np.arange(S) % PAGE
             flat[0, at], flat[1, at] = k[b], v[b]
+        pool[:, :, 0], tables[:, :evicted] = np.nan, 0
         args = f.pool(pool.shape, fill=pool), 0, f.floats(q), f.ints(tables), f.ints(seq_lens)
-        positions = () if positions is None else (f.ints(positions),)
-        return numpy(f.dense.attention(*args, *positions, **kernel))
+        bounds = f.dense.key_bounds(args[-1], q.shape[1], *kind) if positions is None else (f.ints(positions),)
+        return numpy(f.dense.attention(*args, *bounds, **kernel))
 
     return run
 
@@ -63,6 +65,43 @@ def test_visible_keys(attend):
     assert (causal > 0).sum(axis=-1).tolist() == [8, 9, 10, 11]
     np.testing.assert_allclose(causal[0, :8], 1 / 8, rtol=1e-6)
     assert not causal[0, 8:].any()
+
+
+SEEN = {
+    (None, False): [11, 11, 11, 11],
+    (None, True): [8, 9, 10, 11],
+    (4, True): [4, 4, 4, 4],
+    (4, False): [7, 6, 5, 4],
+    (100, True): [8, 9, 10, 11],
+    (100, False): [11, 11, 11, 11],
+}
+
+
+@pytest.mark.parametrize("kind", SEEN)
+def test_windows(attend, kind):
+    """C32, C33: a window ignored ([11, 11, 11, 11]), off by one, or to one side only where it is symmetric. 7 keys of
+    context and a block of 4; what no row sees is NaN, and a shorter request in the batch has bounds of its own."""
+    q, k = np.zeros((2, 4, 1, 12)), np.zeros((2, 11, 1, 12))
+    v = np.stack([np.eye(11, 12)[:, None]] * 2)
+    if kind[0] == 4:
+        k[0, :4] = v[0, :4] = np.nan
+    seen = attend(q, k, v, [11, 6], kind=kind)[:, :, 0] > 0
+    assert seen[0].sum(axis=-1).tolist() == SEEN[kind]
+    last = [6 - 4 + i if kind[1] else min(5, 2 + i + (kind[0] or 99) - 1) for i in range(4)]
+    first = [max(0, 2 + i - (kind[0] or 99) + 1) for i in range(4)]
+    for row, (low, high) in enumerate(zip(first, last, strict=True)):
+        assert np.flatnonzero(seen[1, row]).tolist() == list(range(low, high + 1))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_evicted_pages_of_a_window_change_nothing(attend, causal):
+    """C49: 12 keys of context, a window of 4 and a block of 2: pages that no row sees may be null (NaN here), and give
+    the bits of a whole table."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, S, heads, 4)).astype(np.float32) for S, heads in ((2, 6), (14, 3), (14, 3)))
+    whole, evicted = (attend(q, k, v, [14], kind=(4, causal), evicted=pages) for pages in (0, 2))
+    np.testing.assert_array_equal(whole, evicted)
+    assert np.isfinite(whole).all()
 
 
 def test_kv_heads_repeat_in_place(attend):

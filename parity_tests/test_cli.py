@@ -85,8 +85,8 @@ def hidden_size_of_neither(pair):
 
 
 def other_rope(pair):
-    edit(pair / "drafter" / "config.json", rope_scaling={"rope_type": "yarn", "factor": 4.0})
-    return "the drafter has YaRN (rope_type yarn), which the forward does not compute yet"
+    edit(pair / "drafter" / "config.json", rope_scaling={"rope_type": "longrope", "factor": 4.0})
+    return "key 'rope_scaling.rope_type' is 'longrope'; expected default or yarn"
 
 
 def other_target(pair):

@@ -14,7 +14,6 @@ from jax_dflash.config import (
     describe_draft_config,
     load_target_config,
     parse_draft_config,
-    unsupported,
 )
 from parity_tests.forms import CONFIGS, REFUSED, muse, speculators, zlab
 from parity_tests.tiny import TARGET
@@ -481,20 +480,6 @@ def test_quantised_speculators():
     refuse(
         speculators(nested={"quantization_config": {"bits": 4}}), "key 'transformer_layer_config.quantization_config'"
     )
-
-
-@pytest.mark.parametrize(
-    "changes, feature",
-    [
-        ({}, None),
-        ({"layer_types": [S, F, F], "sliding_window": 4}, "sliding windows"),
-        ({"is_causal": True}, "causal"),
-    ],
-)
-def test_what_is_not_computed_yet(changes, feature):
-    """A drafter that runs as the plain one that it is not."""
-    found = unsupported(parse_draft_config(zlab(**changes)))
-    assert found is None if feature is None else found is not None and feature in found
 
 
 def test_a_pair_completes_the_vocabulary():

@@ -204,22 +204,6 @@ def test_a_mask_row_of_its_own(f, tmp_path):
     refuse(f, folder, "mask_embedding.pt", "a mask row of its own", "never opened")
 
 
-@pytest.mark.parametrize(
-    "raw, feature",
-    [
-        (zlab(is_causal=True), "causal layers"),
-        (muse(), "sliding windows"),
-    ],
-)
-def test_what_the_forward_lacks_is_refused(f, raw, feature, tmp_path):
-    """A drafter computed as the plain one that it is not."""
-    folder = write(tmp_path / "drafter", raw, tensors(raw))
-    with pytest.raises(InputError, match=f"the drafter has .*{feature}.*, which the forward does not compute yet"):
-        f.drafter.load_drafter(folder)
-    with pytest.raises(InputError, match=feature):
-        f.drafter.pack({}, parse_draft_config(raw))
-
-
 @pytest.mark.parametrize("form, own", [(zlab, False), (zlab, True), (speculators, False), (speculators, True)])
 def test_drafters_load_in_any_spelling(f, form, own, tmp_path):
     """A spelling that only the loader of tensors understands, or a table of its own that the module has no place for."""

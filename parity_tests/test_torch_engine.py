@@ -13,7 +13,7 @@ from jax_dflash.batch import TargetStep
 from jax_dflash.buckets import BucketLadder, GraphMode
 from jax_dflash.config import InputError
 from jax_dflash.taps import tap_table
-from parity_tests.tiny import DRAFT, FRAMEWORKS, GEOMETRY, draft_weights, numpy, resized
+from parity_tests.tiny import DRAFT, FRAMEWORKS, GEOMETRY, WINDOWED, draft_weights, numpy, resized
 from torch_ref.attention.dense import attention
 from torch_ref.cuda_graphs import CudaGraphs
 from torch_ref.engine import DraftEngine
@@ -139,10 +139,11 @@ def with_bodies(engine: DraftEngine) -> DraftEngine:
     return engine
 
 
-def test_static_buffers_draft_what_eager_drafts():
+@pytest.mark.parametrize("config", [DRAFT, WINDOWED], ids=["full", "windows"])
+def test_static_buffers_draft_what_eager_drafts(config):
     """Context rows past the bucket's own stored twice, late or nowhere; rows of an earlier step taken for this one's;
-    pages past the live ones that change the result."""
-    eager, graph = torch_engine(), with_bodies(torch_engine())
+    pages past the live ones that change the result. C41: a window that counts from the width of the block tables."""
+    eager, graph = torch_engine(config=config), with_bodies(torch_engine(config=config))
     eager.capture()
 
     def poison():

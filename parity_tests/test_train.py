@@ -11,20 +11,42 @@ from jax_dflash import train
 from jax_dflash.batch import TargetStep
 from jax_dflash.engine import DraftEngine
 from jax_dflash.names import draft_tensors, target_tensors
-from parity_tests.tiny import DRAFT, GEOMETRY, TARGET, random_values
+from parity_tests.tiny import DRAFT, GEOMETRY, TARGET, WINDOWED, random_values
+
+PRINTED_MASKS = {
+    (None, False): """
+        110000 111000
+        110000 111000
+        110000 111000
+        111100 000111
+        111100 000111
+        111100 000111
+    """,
+    (2, False): """
+        010000 110000
+        000000 111000
+        000000 011000
+        000100 000110
+        000000 000111
+        000000 000011
+    """,
+    (3, True): """
+        110000 100000
+        010000 110000
+        000000 111000
+        001100 000100
+        000100 000110
+        000000 000111
+    """,
+}
 
 
-def test_block_mask_is_the_printed_one():
-    """Would catch: a block that sees its own anchor's position in the context, other blocks, or itself causally."""
-    mask = train.block_mask(jnp.array([[2, 4]]), num_context=6, block_size=3)
-    printed = """
-        110000 111000
-        110000 111000
-        110000 111000
-        111100 000111
-        111100 000111
-        111100 000111
-    """
+@pytest.mark.parametrize("window, causal", PRINTED_MASKS)
+def test_block_mask_is_the_printed_one(window, causal):
+    """Would catch: a block that sees its own anchor's position in the context, other blocks, or itself causally; a window
+    by packed instead of original position."""
+    mask = train.block_mask(jnp.array([[2, 4]]), num_context=6, block_size=3, window=window, causal=causal)
+    printed = PRINTED_MASKS[window, causal]
     expected = [[int(c) for c in line.replace(" ", "")] for line in printed.split("\n") if line.strip()]
     np.testing.assert_array_equal(np.asarray(mask[0], int), expected)
 
@@ -56,20 +78,21 @@ def values():
     return {name: jnp.asarray(value) for name, value in random_values(draft_tensors(DRAFT)).items()}
 
 
-def test_training_computes_what_the_engine_serves(values):
+@pytest.mark.parametrize("config", [DRAFT, WINDOWED], ids=["full", "windows"])
+def test_training_computes_what_the_engine_serves(values, config):
     """Would catch: masks by packed instead of original position, context that includes the anchor, other RoPE offsets:
     train/serve mismatches that only lower acceptance."""
     rng = np.random.default_rng(5)
     tables = jnp.asarray(rng.standard_normal((2, GEOMETRY.vocab_size, GEOMETRY.hidden_size)), jnp.float32)
-    weights = drafters.pack(values, DRAFT, *tables)
+    weights = drafters.pack(values, config, *tables)
     S, anchor = 30, 11
     tokens = rng.integers(0, 50, (1, S)).astype(np.int32)
     features = rng.standard_normal((1, S, DRAFT.feature_size)).astype(np.float32)
     trained = train.draft_logits(
-        weights, DRAFT, jnp.asarray(tokens), jnp.asarray(features), jnp.array([[3, anchor, 20]])
+        weights, config, jnp.asarray(tokens), jnp.asarray(features), jnp.array([[3, anchor, 20]])
     )
 
-    engine = DraftEngine(DRAFT, weights, max_num_seqs=1, max_model_len=64, page_size=4, taps=1)
+    engine = DraftEngine(config, weights, max_num_seqs=1, max_model_len=64, page_size=4, taps=1)
     engine.capture(progress=False)
     engine.add_request(0)
     one = np.ones(1, np.int32)

@@ -31,6 +31,14 @@ DRAFT = DraftConfig(
     target_hidden_size=23,
     dtype="float32",
 )
+# One layer of each kind: a causal window, one to both sides, all keys.
+WINDOWED = replace(
+    DRAFT,
+    layers=tuple(
+        replace(layer, window=window, causal=causal)
+        for layer, window, causal in zip(DRAFT.layers, (4, 6, None), (True, False, False), strict=True)
+    ),
+)
 TARGET = TargetConfig(
     geometry=replace(GEOMETRY, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=6),
     tie_word_embeddings=False,

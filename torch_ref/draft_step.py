@@ -67,15 +67,21 @@ def query_step(
     *,
     attention: str,
 ) -> tuple[Pool, Int[Tensor, "N K"]]:
-    """One non-causal pass over [anchor, mask x K] of each request, and its K greedy drafts. It reads as many pages of
+    """One pass over [anchor, mask x K] of each request, and its K greedy drafts. It reads as many pages of
     each request as `block_tables` is wide."""
     N, Q = block_tables.shape[0], config.query_len
-    keys = dense.find_keys(block_tables, inputs.seq_lens, config.page_size)
+    kinds = [(layer.window, layer.causal) for layer in config.draft.layers]
+    keys = {
+        kind: dense.find_keys(
+            block_tables, inputs.seq_lens, config.page_size, *dense.key_bounds(inputs.seq_lens, Q, *kind)
+        )
+        for kind in dict.fromkeys(kinds)
+    }
     slots = inputs.query_slots.long()  # once, for the indexing of all layers
 
     def attend(pool, layer, q, k, v):
         pool = store_layer(pool, layer, k.flatten(0, 1), v.flatten(0, 1), slots)
-        return pool, dense.attend_keys(pool, layer, q, keys, attention)
+        return pool, dense.attend_keys(pool, layer, q, keys[kinds[layer]], attention)
 
     for name, value in inputs._asdict().items():
         if not name.startswith("context"):

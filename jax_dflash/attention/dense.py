@@ -30,22 +30,37 @@ def num_chunks(seq_lens: Int[Array, "B"], chunk_keys: int) -> Int[Array, ""]:
     return (jnp.max(seq_lens) + chunk_keys - 1) // chunk_keys
 
 
+def key_bounds(
+    seq_lens: Int[Array, "B"], num_rows: int, window: int | None, causal: bool
+) -> tuple[Int[Array, "B T"] | None, Int[Array, "B T"] | None]:
+    """(last key, first key) that each of a request's last `num_rows` rows sees, None where nothing bounds it; `window` and
+    `causal` as in `checkpoint_forms.Layer`. The rows end with the request's keys: row i is key seq_len - num_rows + i.
+    """
+    rows = seq_lens[:, None] - num_rows + jnp.arange(num_rows, dtype=seq_lens.dtype)
+    if window is None:
+        return (rows if causal else None), None
+    return (rows if causal else rows + window - 1), rows - window + 1
+
+
 def attention(
     pool: Pool,
     layer: int,
     q: Float[Array, "B T N H"],
     block_tables: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
-    positions: Int[Array, "B T"] | None = None,
+    last_key: Int[Array, "B T"] | None = None,
+    first_key: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Every query sees keys 0 to seq_len - 1 of its request; with `positions` only those up to its own (causal).
+    """Every query sees keys 0 to seq_len - 1 of its request; of these only those up to its `last_key` (for a causal row its
+    own position) and from its `first_key` on.
 
-    Scale is H^-0.5. A request of seq_len 0 gets zeros. Rows of the pool from seq_len on may hold NaN.
+    Scale is H^-0.5. A request of seq_len 0 gets zeros. Rows of the pool from seq_len on may hold NaN, and so may those that
+    no query of the request sees.
     """
-    return _attention(pool, layer, q, block_tables, seq_lens, positions)[0]
+    return _attention(pool, layer, q, block_tables, seq_lens, last_key, first_key)[0]
 
 
-def _attention(pool, layer, q, block_tables, seq_lens, positions):
+def _attention(pool, layer, q, block_tables, seq_lens, last_key=None, first_key=None):
     """`attention` and the number of trips its loop made."""
     B, T, N, H = q.shape
     K, page_size = pool.shape[4], pool.shape[3]
@@ -56,7 +71,10 @@ def _attention(pool, layer, q, block_tables, seq_lens, positions):
     # The G heads of a group read the same keys: as rows of one head they need no copies of them.
     R = N // K * T
     q = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, R, H)
-    last_key = None if positions is None else jnp.tile(positions, (1, N // K))[:, None, :, None]  # [B, 1, R, 1]
+
+    def by_row(bound):
+        return jnp.tile(bound, (1, N // K))[:, None, :, None]  # [B, 1, R, 1]
+
     trips = num_chunks(seq_lens, width * page_size)
 
     def read_chunk(carry):
@@ -67,7 +85,11 @@ def _attention(pool, layer, q, block_tables, seq_lens, positions):
         live = keys < seq_lens[:, None]
         visible = live[:, None, None]
         if last_key is not None:
-            visible &= keys <= last_key
+            visible &= keys <= by_row(last_key)
+            live &= keys <= jnp.max(last_key, axis=1, keepdims=True)
+        if first_key is not None:
+            visible &= keys >= by_row(first_key)
+            live &= keys >= jnp.min(first_key, axis=1, keepdims=True)
         # A masked score still multiplies its value by 0, and 0 x NaN is NaN: select the values too.
         v = jnp.where(live[:, :, None, None], v, 0)
         scores = accum_einsum("bkrh,bskh->bkrs", q, k) * H**-0.5

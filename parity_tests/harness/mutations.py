@@ -6,6 +6,7 @@ which: it sees a package that computes something else. Both frameworks have the 
 
 import difflib
 import importlib
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -168,12 +169,16 @@ def attention_scores(m: Modules, weigh: Callable) -> Patch:
         return [(m.dense, "KERNELS", m.dense.KERNELS | {"dense": kernel})]
     from jax_dflash.kv_cache import gather_pages
 
-    def attention(pool, layer, q, tables, seq_lens):
+    def attention(pool, layer, q, tables, seq_lens, last_key=None, first_key=None):
         B, T, N, H = q.shape
         K = pool.shape[4]
         k, v = (xp.nan_to_num(xp.moveaxis(a, 2, 1)) for a in gather_pages(pool, layer, tables))
         rows = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(B, K, -1, H)
-        visible = (xp.arange(k.shape[2]) < seq_lens[:, None])[:, None, None]
+        keys = xp.arange(k.shape[2])
+        visible = (keys < seq_lens[:, None])[:, None, None]
+        for bound, sees in ((last_key, operator.le), (first_key, operator.ge)):
+            if bound is not None:
+                visible = visible & sees(keys, xp.tile(bound, (1, N // K))[:, None, :, None])
         o = kernel(rows, k, v, visible).reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
         return xp.where((seq_lens > 0)[:, None, None, None], o, 0)
 

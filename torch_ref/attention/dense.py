@@ -21,7 +21,7 @@ from torch_ref.numerics import store, to_accum
 
 
 class Keys(NamedTuple):
-    """What the queries of a step read, the same in every layer: pool rows of the keys and who sees them."""
+    """What the queries of a step read, the same in layers of one window and direction: pool rows and who sees them."""
 
     slots: Int[Tensor, "B S"]
     visible: Bool[Tensor, "B 1 T S"]
@@ -55,39 +55,62 @@ def dense(q: Float[Tensor, "B K R H"], k: Tensor, v: Tensor, visible: Bool[Tenso
 KERNELS = {"sdpa": sdpa, "dense": dense}
 
 
+def key_bounds(
+    seq_lens: Int[Tensor, "B"], num_rows: int, window: int | None, causal: bool
+) -> tuple[Int[Tensor, "B T"] | None, Int[Tensor, "B T"] | None]:
+    """(last key, first key) that each of a request's last `num_rows` rows sees, None where nothing bounds it; `window` and
+    `causal` as in `checkpoint_forms.Layer`. The rows end with the request's keys: row i is key seq_len - num_rows + i.
+    """
+    rows = seq_lens[:, None] - num_rows + torch.arange(num_rows, dtype=seq_lens.dtype, device=seq_lens.device)
+    if window is None:
+        return (rows if causal else None), None
+    return (rows if causal else rows + window - 1), rows - window + 1
+
+
 def attention(
     pool: Pool,
     layer: int,
     q: Float[Tensor, "B T N H"],
     block_tables: Int[Tensor, "B W"],
     seq_lens: Int[Tensor, "B"],
-    positions: Int[Tensor, "B T"] | None = None,
+    last_key: Int[Tensor, "B T"] | None = None,
+    first_key: Int[Tensor, "B T"] | None = None,
     *,
     kernel: str = "sdpa",
 ) -> Float[Tensor, "B T N H"]:
-    """Every query sees keys 0 to seq_len - 1 of its request; with `positions` only those up to its own (causal).
+    """Every query sees keys 0 to seq_len - 1 of its request; of these only those up to its `last_key` (for a causal row its
+    own position) and from its `first_key` on.
 
-    Scale is H^-0.5. A request of seq_len 0 gets zeros. Rows of the pool from seq_len on may hold NaN.
+    Scale is H^-0.5. A request of seq_len 0 gets zeros. Rows of the pool from seq_len on may hold NaN, and so may those that
+    no query of the request sees.
     """
-    return attend_keys(pool, layer, q, find_keys(block_tables, seq_lens, pool.shape[3], positions), kernel)
+    return attend_keys(pool, layer, q, find_keys(block_tables, seq_lens, pool.shape[3], last_key, first_key), kernel)
 
 
 def find_keys(
     block_tables: Int[Tensor, "B W"],
     seq_lens: Int[Tensor, "B"],
     page_size: int,
-    positions: Int[Tensor, "B T"] | None = None,
+    last_key: Int[Tensor, "B T"] | None = None,
+    first_key: Int[Tensor, "B T"] | None = None,
 ) -> Keys:
-    """The layer-independent part of `attention`."""
+    """The part of `attention` that layers with the same bounds share."""
     width = block_tables.shape[1] * page_size
     keys = torch.arange(width, dtype=seq_lens.dtype, device=seq_lens.device)
     offsets = torch.arange(page_size, dtype=block_tables.dtype, device=block_tables.device)
     slots = (block_tables[..., None] * page_size + offsets).flatten(1)
     seen = keys < seq_lens[:, None]
-    # A masked score still multiplies its value by 0, and 0 x NaN is NaN. So a key past the length is read from the row
-    # of the request's first key: it is masked all the same, and finite where that is.
-    slots = torch.where(seen, slots, slots[:, :1])
-    visible = seen[:, None] if positions is None else seen[:, None] & (keys <= positions[..., None])
+    visible = seen[:, None]
+    if last_key is not None:
+        visible = visible & (keys <= last_key[..., None])
+        seen = seen & (keys <= last_key.amax(1, keepdim=True))
+    if first_key is not None:
+        visible = visible & (keys >= first_key[..., None])
+        seen = seen & (keys >= first_key.amin(1, keepdim=True))
+    # A masked score still multiplies its value by 0, and 0 x NaN is NaN. So a key that no row sees is read from the row of
+    # the request's last key: it is masked all the same, and finite where that is.
+    last = (seq_lens[:, None].long() - 1).clamp(min=0)
+    slots = torch.where(seen, slots, slots.gather(1, last))
     return Keys(slots.long(), visible[:, None], seq_lens > 0)
 
 
