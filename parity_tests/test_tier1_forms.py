@@ -38,7 +38,7 @@ def case_of(raw: dict, seed: int = 0) -> cases.Case:
     tensors = forms.tensors(raw, seed)
     tensors = {n: v.astype(np.int32) if n == "d2t" else exact(v.astype(np.float32)) for n, v in tensors.items()}
     rng = np.random.default_rng(seed)
-    vocabulary = g.vocab_size or 40
+    vocabulary = g.vocab_size or 64
     table = lambda rows: exact(rng.standard_normal((rows, g.hidden_size)) / 8)  # noqa: E731
     shared = {"embed_tokens.weight": table(vocabulary), "lm_head.weight": table(config.draft_vocab_size or vocabulary)}
     anchors = {name: step.columns[name] % vocabulary for name in ("last_sampled", "next_prefill")}
