@@ -21,13 +21,19 @@ def verbs() -> None:
 
 @app.command()
 def compare(
-    checkpoint: Annotated[str, typer.Option(help="Drafter folder, or 'builtin'.")] = "builtin",
-    target: Annotated[str | None, typer.Option(help="Target folder; needed unless the pair is builtin.")] = None,
+    checkpoint: Annotated[str, typer.Option(help="Drafter: a folder, org/name on the hub, or 'builtin'.")] = "builtin",
+    target: Annotated[
+        str | None, typer.Option(help="Target: a folder or org/name; needed unless the pair is builtin.")
+    ] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a drafter from the hub.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or gpu; default gpu where there is one.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     num_speculative_tokens: Annotated[
         int | None, typer.Option(help="Drafts per request; default all of a block.")
     ] = None,
+    allow_long_block: Annotated[
+        bool, typer.Option("--allow-long-block", help="Let drafts exceed the drafter's block.")
+    ] = False,
     max_num_seqs: Annotated[int, typer.Option(help="Requests in one step at most.")] = 8,
     max_model_len: Annotated[int, typer.Option(help="Positions of a request at most.")] = 1024,
     compile_cache: Annotated[Path | None, typer.Option(help="Keep compiled programs here for later runs.")] = None,
@@ -41,16 +47,21 @@ def compare(
         raise InputError("--checkpoint needs the drafter's own target too; pass --target DIR")
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise InputError(f"--out {out}: expected a file in a directory that exists")
+    from jax_dflash import hub
+
+    drafter = ASSETS / "builtin" / "drafter" if checkpoint == "builtin" else hub.resolve(checkpoint, revision)
+    whole = ASSETS / "builtin" / "target" if target in (None, "builtin") else hub.resolve(target)
     device = select_device(device)
     from jax_dflash import compare as job_module
 
     job = job_module.CompareJob(
-        checkpoint=ASSETS / "builtin" / "drafter" if checkpoint == "builtin" else Path(checkpoint),
-        target=ASSETS / "builtin" / "target" if target in (None, "builtin") else Path(target),
+        checkpoint=drafter,
+        target=whole,
         pair=checkpoint if checkpoint == "builtin" else Path(checkpoint).name,
         device=device,
         dtype=dtype,
         num_speculative_tokens=num_speculative_tokens,
+        allow_long_block=allow_long_block,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         compile_cache=None if compile_cache is None else str(compile_cache),
@@ -74,8 +85,9 @@ def compare(
 
 @app.command()
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A drafter's folder, or its config.json alone.")],
-    target: Annotated[Path | None, typer.Option(help="Check that it belongs to the target in this folder.")] = None,
+    path: Annotated[str, typer.Argument(help="A drafter's folder, org/name on the hub, or a config.json alone.")],
+    target: Annotated[str | None, typer.Option(help="Check that it belongs to this target.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a drafter from the hub.")] = None,
     yarn_attention: Annotated[
         str, typer.Option(help="mscale, or ignore-mscale: leave YaRN's mscale keys unread.")
     ] = "mscale",
@@ -91,11 +103,12 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line only.")] = False,
 ) -> None:
     """Say what a drafter is, how big, how fast at best, and what does not fit. Neither JAX nor PyTorch is loaded."""
+    from jax_dflash import hub
     from jax_dflash import inspect as verb
 
     job = verb.InspectJob(
-        path=path,
-        target=target,
+        path=hub.resolve(path, revision),
+        target=None if target is None else hub.resolve(target),
         yarn_attention=yarn_attention,
         num_speculative_tokens=num_speculative_tokens,
         max_num_seqs=max_num_seqs,

@@ -63,6 +63,7 @@ class CompareJob:
     num_speculative_tokens: int | None
     max_num_seqs: int
     max_model_len: int
+    allow_long_block: bool = False
     compile_cache: str | None = None
     num_prompts: int | None = None  # default: three for each request of the largest bucket, 24 at least
     max_new_tokens: int = 96
@@ -103,13 +104,18 @@ class Tally:
             self.fault(f"{name} of a bucket of {bucket} requests differs by {error:.2e} (limit {limit:.0e})")
 
 
+def _difference(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """ours - theirs; 0 where both are -inf, as the logits of tokens that a reduced vocabulary lacks."""
+    return np.subtract(ours, theirs, out=np.zeros(np.shape(ours)), where=~(np.isneginf(ours) & np.isneginf(theirs)))
+
+
 def relative_rms(ours: np.ndarray, theirs: np.ndarray) -> float:
     """RMS(ours - theirs) / RMS(theirs); NaN if either is not finite. The pool `[L, 2, R, K, H]` is judged by its worst
     layer and kind and other arrays of heads by their worst layer or request, which may differ in scale."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     axes = tuple(range(ours.ndim - 3, ours.ndim)) if ours.ndim > 3 else None
-    scale = np.sqrt(np.mean(theirs**2, axis=axes))
-    error = np.sqrt(np.mean((ours - theirs) ** 2, axis=axes))
+    scale = np.sqrt(np.mean(np.where(np.isneginf(theirs), 0, theirs) ** 2, axis=axes))
+    error = np.sqrt(np.mean(_difference(ours, theirs) ** 2, axis=axes))
     return float(np.max(error / np.where(scale == 0, 1.0, scale)))
 
 
@@ -151,7 +157,8 @@ class Drafters:
 
 def engine_sizes(job: CompareJob) -> dict[str, Any]:
     """The arguments that every engine of a job has alike."""
-    sizes = {"max_num_seqs": job.max_num_seqs, "max_model_len": job.max_model_len}
+    sizes: dict[str, Any] = {"max_num_seqs": job.max_num_seqs, "max_model_len": job.max_model_len}
+    sizes["allow_long_block"] = job.allow_long_block
     return (
         sizes if job.num_speculative_tokens is None else sizes | {"num_speculative_tokens": job.num_speculative_tokens}
     )
@@ -257,7 +264,8 @@ def _compare_tokens(tally: Tally, bucket: int, drafts, torch_drafts, torch_logit
     being those of several eager runs."""
     top2 = np.partition(exact_logits, -2, axis=-1)[..., -2:]
     margin = top2[..., 1] - top2[..., 0]
-    sigma = np.sqrt(np.mean((torch_logits.astype(np.float64) - exact_logits) ** 2, axis=(0, -1)))
+    squared = np.mean(_difference(torch_logits.astype(np.float64), exact_logits[None]) ** 2, axis=0).sum(-1)
+    sigma = np.sqrt(squared / np.isfinite(exact_logits).sum(-1))
     decided, equal = margin > SIGMAS * sigma, drafts == torch_drafts
     tally.tokens_compared += equal.size
     tally.tokens_equal += int(equal.sum())

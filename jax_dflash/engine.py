@@ -31,6 +31,7 @@ class DraftEngine:
         max_num_seqs: requests in one step at most.
         max_model_len: positions of a request at most; programs are captured for it, cost follows the live length.
         num_speculative_tokens: drafts K per request; default the drafter's block_size - 1.
+        allow_long_block: let K exceed that; the drafter never saw such blocks.
         max_num_batched_tokens: rows of a target step at most; default fits a verify of all requests and 512.
         page_size, num_pages: the pool; by default every request can grow to max_model_len.
         ladder: request buckets; default `BucketLadder.without_holes`.
@@ -55,6 +56,7 @@ class DraftEngine:
         ladder: BucketLadder | None = None,
         strict: bool = False,
         external_pages: bool = False,
+        allow_long_block: bool = False,
         context_in_program: bool = True,
         taps: int = 0,
         compiler_options: dict[str, Any] | None = None,
@@ -64,6 +66,7 @@ class DraftEngine:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             num_speculative_tokens=num_speculative_tokens,
+            allow_long_block=allow_long_block,
             max_num_batched_tokens=max_num_batched_tokens,
             page_size=page_size,
             num_pages=num_pages,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import torch_ref.engine
 from jax_dflash.batch import TargetStep
 from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import DraftConfig, Geometry, InputError, plain_layers
@@ -17,6 +18,7 @@ from jax_dflash.draft_step import DraftState
 from jax_dflash.drafter import Drafter, pack_drafter
 from jax_dflash.engine import DraftEngine
 from jax_dflash.programs import forbid_compiles, num_compiles
+from parity_tests.tiny import DRAFT, FRAMEWORKS, draft_weights
 
 GEOMETRY = Geometry(
     hidden_size=24, num_layers=2, num_heads=6, num_kv_heads=3, head_dim=8, intermediate_size=40, rms_norm_eps=1e-6,
@@ -392,3 +394,14 @@ def test_second_process_compiles_nothing(tmp_path):
     first, second = (list(map(int, out.stdout.split())) for out in outputs)
     assert first[1] >= 7, "seven draft programs were not written"
     assert second == [first[1], 0]
+
+
+@pytest.mark.parametrize("package", ["jax", "torch"])
+def test_a_long_block_must_be_asked_for(package):
+    """More drafts than the drafter was trained for, silently; or refused to somebody who knows it."""
+    engine_class = {"jax": DraftEngine, "torch": torch_ref.engine.DraftEngine}[package]
+    sizes = {"max_num_seqs": 1, "max_model_len": 64, "page_size": 4, "num_speculative_tokens": DRAFT.block_size}
+    weights = draft_weights(FRAMEWORKS[package])
+    with pytest.raises(InputError, match="more need allow_long_block"):
+        engine_class(DRAFT, weights, **sizes)
+    assert engine_class(DRAFT, weights, **sizes, allow_long_block=True).config.query_len == DRAFT.block_size + 1

@@ -23,7 +23,7 @@ class DraftEngine:
         config: the drafter.
         weights: `pack_drafter(...)`; their dtype and device are the engine's.
         max_num_seqs, max_model_len, num_speculative_tokens, max_num_batched_tokens, page_size, num_pages, ladder,
-            external_pages: as in `jax_dflash.engine.DraftEngine`.
+            external_pages, allow_long_block: as in `jax_dflash.engine.DraftEngine`.
         mode: "eager", or "cuda_graph" for one captured graph per bucket.
         attention: "sdpa", PyTorch's fused kernel, or "dense", which rounds as the contract says (`attention/dense.py`).
         taps: keep the values of `jax_dflash.taps.tap_table` up to this level in `last_taps`; eager only, 0 for none.
@@ -42,6 +42,7 @@ class DraftEngine:
         num_pages: int | None = None,
         ladder: BucketLadder | None = None,
         external_pages: bool = False,
+        allow_long_block: bool = False,
         mode: str = "eager",
         attention: str = "sdpa",
         taps: int = 0,
@@ -63,6 +64,7 @@ class DraftEngine:
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             num_speculative_tokens=num_speculative_tokens,
+            allow_long_block=allow_long_block,
             max_num_batched_tokens=max_num_batched_tokens,
             page_size=page_size,
             num_pages=num_pages,
