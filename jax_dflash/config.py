@@ -155,6 +155,8 @@ def _draft_config(keys: FormKeys, yarn_attention: str) -> DraftConfig:
     geometry, layers = _draft_geometry(keys, yarn_attention)
     vocab_size = geometry.vocab_size
     draft_vocab_size = keys.positive(keys.outer("draft_vocab_size"), None)
+    if draft_vocab_size is not None and vocab_size is None:
+        raise keys.error("key 'vocab_size' is missing; draft_vocab_size counts some of its tokens")
     if draft_vocab_size is not None and vocab_size is not None and draft_vocab_size > vocab_size:
         raise keys.error(f"key 'draft_vocab_size' is {draft_vocab_size}, more than vocab_size={vocab_size}")
     scales = ("embed_scale", "embedding_scale", "input_embedding_scale", "dflash_config.input_embedding_scale")

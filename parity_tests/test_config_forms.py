@@ -434,6 +434,7 @@ def test_fields_of_their_own():
     assert config.draft_vocab_size is None
     refuse(zlab(head_dim=..., num_attention_heads=5), "key 'head_dim' is missing")
     refuse(zlab(draft_vocab_size=41), "key 'draft_vocab_size' is 41, more than vocab_size=40")
+    refuse(muse(draft_vocab_size=12), "key 'vocab_size' is missing; draft_vocab_size counts some of its tokens")
 
 
 @pytest.mark.parametrize(
