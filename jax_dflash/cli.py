@@ -127,6 +127,26 @@ def inspect(
         raise InputError(result["refused"])
 
 
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A drafter's folder, or org/name on the hub.")],
+    target: Annotated[Path, typer.Argument(help="A new folder.")],
+    form: Annotated[str, typer.Option("--format", help="z-lab or speculators.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a drafter from the hub.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line only.")] = False,
+) -> None:
+    """Write a drafter in another published form: the same record, the same bits."""
+    from jax_dflash import convert as verb
+    from jax_dflash import hub
+
+    result = verb.convert(hub.resolve(source, revision), target, form)
+    if not as_json:
+        print(
+            f"{result['num_tensors']} tensors, {result['num_bytes']:,} bytes, {result['from']} form to {form} form: {target}"
+        )
+    print(json.dumps(result))
+
+
 def select_device(device: str | None) -> str:
     """cpu or gpu, told to JAX before its first array. Raises InputError for a GPU that is not there."""
     if device not in (None, "cpu", "gpu"):
