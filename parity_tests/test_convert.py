@@ -39,7 +39,7 @@ def stored(folder):
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", [*RAW, *ODD])
 def test_there_and_back(name, form, tmp_path):
-    """A key that one form spells otherwise and the converter forgets, taps off by one, a bfloat16 that went through float32."""
+    """A key that a form spells otherwise and the converter forgets, taps off by one, bfloat16 that went through float32."""
     source = forms.write(tmp_path / "source", raw := (RAW | ODD)[name], forms.tensors(raw, seed=3))
     if form == "speculators" and load_draft_config(source).geometry.vocab_size is None:
         with pytest.raises(
@@ -84,9 +84,9 @@ def test_the_verb_ends_in_one_json_line(tmp_path):
     """A verb that no machine can read, or that loads a framework to copy bytes."""
     raw = forms.zlab()
     source = forms.write(tmp_path / "source", raw, forms.tensors(raw))
+    arguments = ["convert", str(source), str(tmp_path / "target"), "--format", "speculators"]
     code = (
-        "import sys; from jax_dflash.cli import app; "
-        f"app(['convert', {str(source)!r}, {str(tmp_path / 'target')!r}, '--format', 'speculators'], standalone_mode=False); "
+        f"import sys; from jax_dflash.cli import app; app({arguments}, standalone_mode=False); "
         "assert not {'jax', 'torch'} & sys.modules.keys()"
     )
     done = subprocess.run(
@@ -94,10 +94,6 @@ def test_the_verb_ends_in_one_json_line(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-800:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["job"], found["from"], found["format"], found["num_tensors"]) == (
-        "convert",
-        "z-lab",
-        "speculators",
-        36,
-    )
+    said = [found[key] for key in ("job", "from", "format", "num_tensors")]
+    assert said == ["convert", "z-lab", "speculators", 36]
     assert found["num_bytes"] == sum(np.prod(v.shape) * 2 for v in forms.tensors(raw).values())
