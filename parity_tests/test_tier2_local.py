@@ -175,7 +175,7 @@ def test_float32_is_judged_by_its_sums():
         return (x.view(torch.int32) & ~0x1FFF).view(torch.float32) if x.dtype == torch.float32 else x
 
     try:
-        m.layers.linear = lambda x, w: right(tf32(x), tf32(w))
+        m.layers.linear = lambda x, w, *bias: right(tf32(x), tf32(w), *bias)
         result = verdict.compare(cases.mixed(), "torch.sdpa", "torch.eager", "float32")
     finally:
         m.layers.linear = right
