@@ -15,7 +15,7 @@ from parity_tests.harness.runners import NotDeterministic, Trace
 OK, WRONG, ROUNDING = "ok", "wrong maths", "rounding policy differs"
 NOT_DETERMINISTIC, PERTURBED = "not deterministic", "taps perturb"
 # The same function in another order differs by 2e-15 (5.6e-14 with shifted positions); the weakest of the planted bugs
-# that are not roundings by 1e-5.
+# that are not roundings by 4.7e-6.
 FP64_LIMIT = 1e-11
 SIGMAS = 5  # no argmax of a legitimate bfloat16 run turned beyond 4 sigma of its own error in 1,560 tokens
 # The contract's count of roundings is held within these factors of the relative RMS error 0.42 u sqrt(n): operands that
