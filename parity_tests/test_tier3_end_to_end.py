@@ -1,5 +1,6 @@
 """Tier 3: along the free run errors grow as the reference's do."""
 
+import numpy as np
 import pytest
 
 from parity_tests.harness import standard, verdict
@@ -47,6 +48,38 @@ def test_a_program_that_taps_change_is_told(monkeypatch):
     monkeypatch.setattr(runners, "runner", wrong)
     result = verdict.compare(cases.mixed(), "torch.eager", "torch.sdpa")
     assert (result.verdict, result.first_divergence, result.side) == (verdict.PERTURBED, "draft_tokens", "torch.sdpa")
+
+
+@pytest.mark.parametrize(
+    "change, bitwise, verdict_is, notes",
+    [
+        ("last bit", True, verdict.PERTURBED, 0),
+        ("last bit", False, verdict.OK, 1),
+        ("wrong row", False, verdict.PERTURBED, 0),
+    ],
+)
+def test_taps_may_turn_a_rounding_on_a_gpu_and_no_more(change, bitwise, verdict_is, notes):
+    """An observer check that a GPU's fusions always fail, or that lets a wrong pool or a decided draft through."""
+    from parity_tests.harness import case as cases
+    from parity_tests.harness import null
+
+    case = cases.mixed()
+    reference = null.Reference(case, "torch.eager", "bfloat16")
+    free, untapped = reference.trace, dict(reference.trace)
+    pool = untapped["pool"] = free["pool"].copy()
+    written = np.argwhere(reference.exact["pool"] != case.pool)[0]  # an element that the step stores
+    at = tuple(written)
+    pool[at] = pool[at] * (1 + 2**-8) if change == "last bit" else pool[at] + 100
+    result = verdict.Result(case, "torch.eager", "jax", "bfloat16", [])
+    verdict._observed(result, reference, free, untapped, bitwise=bitwise)
+    assert (result.verdict, len(result.notes)) == (verdict_is, notes)
+    decided = np.argwhere(verdict._decided(reference))[0]
+    untapped["pool"] = free["pool"]
+    untapped["draft_tokens"] = free["draft_tokens"].copy()
+    untapped["draft_tokens"][tuple(decided)] += 1
+    result = verdict.Result(case, "torch.eager", "jax", "bfloat16", [])
+    verdict._observed(result, reference, free, untapped, bitwise=False)
+    assert (result.verdict, result.first_divergence) == (verdict.PERTURBED, "draft_tokens")
 
 
 def test_a_run_that_differs_from_itself_is_told(monkeypatch):

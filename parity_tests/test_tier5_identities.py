@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from parity_tests.harness import case as cases
-from parity_tests.harness import mutations, runners, tiers
+from parity_tests.harness import mutations, runners, standard, tiers
 from parity_tests.harness.mutations import Modules
 
 
@@ -53,6 +53,13 @@ def test_excess_precision_shows_op_by_op(monkeypatch):
         single = runners.runner("jax.op")(case, "bfloat16", rerun=False)
     program = runners.runner("jax")(case, "bfloat16", rerun=False)
     assert tiers._within_band(case, "x", single, program) != []
+
+
+def test_a_graph_takes_one_verify_of_each_request():
+    """A prefill replayed by a graph that has no rows for it, or a verify that is never replayed."""
+    assert {name: runners.fits_a_graph(make()) for name, make in standard.CASES.items()} == {
+        "mixed": True, "long": True, "narrow": True, "ties": True, "builtin": False,
+    }  # fmt: skip
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

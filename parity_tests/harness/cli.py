@@ -126,6 +126,8 @@ def report_result(result, rows: list[dict], as_json: bool, results: Path | None,
             fp64 = max(row.get("fp64") or 0.0 for row in result.rows)
             rho = max(row.get("rho_local") or 0.0 for row in result.rows)
             tokens = "{equal} of {compared} drafts equal, {undecidable} undecidable".format(**result.tokens)
+            for note in result.notes:
+                console.print(f"{result.case.name}: {note}", highlight=False, soft_wrap=True)
             taps = f"{len(rows) - 1} taps, float64 {fp64:.0e}, largest local rho {rho:.2f}"
             console.print(f"{result.case.name}: {result.verdict}; {taps}; {tokens}", highlight=False, soft_wrap=True)
 
@@ -204,15 +206,17 @@ def run(
     as_json: Json = False,
 ) -> None:
     """All tiers: do the two implementations compute the same function, and round alike? With --case or --plant the tiers
-    that are judged tap by tap, 1 to 4."""
+    that are judged tap by tap, 1 to 4; so with torch.graph, on the steps that one graph takes."""
     prepare(device, dtype, ref, sut, out=results)
     from parity_tests.harness import mutate as job
     from parity_tests.harness import results as kept
-    from parity_tests.harness import standard
+    from parity_tests.harness import runners, standard
 
     start = time.perf_counter()
     chosen = [find_case(name) for name in case or standard.CASES]
-    whole = not case and not plant
+    if not case and "torch.graph" in (ref, sut):
+        chosen = [step for step in chosen if runners.fits_a_graph(step)]
+    whole = not case and not plant and "torch.graph" not in (ref, sut)
     with ExitStack() as stack:
         planted(stack, plant, sut)
         bar = stack.enter_context(progress())

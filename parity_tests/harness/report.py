@@ -244,6 +244,8 @@ def terminal(rows: list[Row], console: Console) -> None:
             console.print(Text(f"  {plain(line)}"))
         if c.summary.get("hypothesis"):
             console.print(Text(f"hypothesis: {plain(c.summary['hypothesis'])}"))
+        for note in c.summary.get("notes") or []:
+            console.print(Text(f"note: {plain(note)}"))
         if c.summary.get("replay"):
             console.print(Text(f"replay: {plain(c.summary['replay'])}"), soft_wrap=True)  # to be copied: never folded
         console.print()
@@ -308,6 +310,7 @@ def markdown(rows: list[Row]) -> str:
         lines += [f"- {_md(line)}" for line in c.summary.get("attribution") or []]
         if c.summary.get("hypothesis"):
             lines.append(f"- hypothesis: {_md(c.summary['hypothesis'])}")
+        lines += [f"- note: {_md(note)}" for note in c.summary.get("notes") or []]
         if c.summary.get("replay"):
             lines += ["", "```sh", plain(c.summary["replay"]), "```"]
         lines += [

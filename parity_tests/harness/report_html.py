@@ -68,6 +68,7 @@ def _card(i: int, c: Comparison) -> str:
     lines = [f"<li>{escape(plain(line))}" for line in c.summary.get("attribution") or []]
     if c.summary.get("hypothesis"):
         lines.append(f"<li><b>hypothesis</b> {escape(plain(c.summary['hypothesis']))}")
+    lines += [f"<li><b>note</b> {escape(plain(note))}" for note in c.summary.get("notes") or []]
     replay = c.summary.get("replay")
     copy = f'<p class="replay"><code>{escape(plain(replay))}</code> <button type="button" class="copy">copy</button>'
     notes = "<br>".join(escape(line) for line in (tiers(c) and f"tiers: {tiers(c)}", provenance(c)) if line)

@@ -24,6 +24,7 @@ def rows(result: Result, *, device: str, tiers: dict[str, str], replay: str | No
     summary = {
         "kind": "summary", **same, **cases.environment(device), "ok": result.ok, "verdict": result.verdict,
         "first_divergence": result.first_divergence, "side": result.side, "tokens": result.tokens, "tiers": tiers,
+        "notes": result.notes,
         "attribution": attribution.lines if attribution else [],
         "hypothesis": attribution.hypothesis if attribution else None,
         "error_map": attribution.error_map if attribution else None,

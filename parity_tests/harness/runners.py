@@ -213,6 +213,11 @@ def _run_torch(
         return traced(step, rerun)
 
 
+def fits_a_graph(case: Case) -> bool:
+    """Whether a step is one replay: at most one verify's rows per request. Prefill runs eagerly (spec section 2.3)."""
+    return case.live_rows <= case.num_reqs * (case.num_speculative_tokens + 1)
+
+
 def _run_graph(case: Case, dtype: str) -> Trace:
     """A captured CUDA graph of the step replayed once; it has no taps inside."""
     import torch
@@ -225,13 +230,18 @@ def _run_graph(case: Case, dtype: str) -> Trace:
 
     if not torch.cuda.is_available():
         raise CannotRun("torch.graph needs an NVIDIA GPU; pass --sut torch.eager or another runner")
+    Q = case.num_speculative_tokens + 1
+    if not fits_a_graph(case):
+        raise CannotRun(
+            f"torch.graph: the step brings {case.live_rows} target rows, a graph of {case.num_reqs} requests takes "
+            f"{case.num_reqs * Q}; pass --sut torch.eager, as such a step runs in the engine"
+        )
     kind, draft = numerics.as_dtype(dtype), draft_config(case)
     config = engine_config(case, draft)
     kinds = {"f": kind, "i": torch.int32}
     tensors = {name: torch.tensor(v).to("cuda", kinds[v.dtype.kind]) for name, v in case.tensors.items()}
     pool = zero_pool(case.pool.shape, kind, "cuda")
     pool[:] = torch.tensor(case.pool).to("cuda", kind)
-    Q = case.num_speculative_tokens + 1
     ladder = BucketLadder.without_holes(max_num_seqs=case.num_reqs, query_len=Q)
     with torch.inference_mode():
         weights = drafter.pack(tensors, draft)
