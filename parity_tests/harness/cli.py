@@ -124,11 +124,12 @@ def report_result(result, rows: list[dict], as_json: bool, results: Path | None,
             report.terminal(rows, console)
         else:
             fp64 = max(row.get("fp64") or 0.0 for row in result.rows)
-            rho = max(row.get("rho_local") or 0.0 for row in result.rows)
+            ratios = [row["rho_local"] for row in result.rows if row.get("rho_local") is not None]
+            rho = f", largest local rho {max(ratios):.2f}" if ratios else ""
             tokens = "{equal} of {compared} drafts equal, {undecidable} undecidable".format(**result.tokens)
             for note in result.notes:
                 console.print(f"{result.case.name}: {note}", highlight=False, soft_wrap=True)
-            taps = f"{len(rows) - 1} taps, float64 {fp64:.0e}, largest local rho {rho:.2f}"
+            taps = f"{len(rows) - 1} taps, float64 {fp64:.0e}{rho}"
             console.print(f"{result.case.name}: {result.verdict}; {taps}; {tokens}", highlight=False, soft_wrap=True)
 
 
