@@ -84,6 +84,111 @@ def compare(
 
 
 @app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file of prompts, one a line, instead of PROMPT.")] = None,
+    checkpoint: Annotated[str, typer.Option(help="Drafter: a folder, org/name on the hub, or 'builtin'.")] = "builtin",
+    target: Annotated[
+        str | None, typer.Option(help="Target: a folder or org/name; needed unless the pair is builtin.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample among so many likeliest tokens; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample among the likeliest tokens of so much probability.")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens seen before become less likely.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the sampling noise.")] = 0,
+    loop: Annotated[str, typer.Option(help="host: one step at a time; device: many rounds in one program.")] = "host",
+    framework: Annotated[str, typer.Option(help="jax or torch.")] = "jax",
+    device: Annotated[str | None, typer.Option(help="cpu or gpu; default gpu where there is one.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    num_speculative_tokens: Annotated[int | None, typer.Option(help="Drafts; default all of a block.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(help="Requests at a time; default all prompts, 8 at most.")] = None,
+    max_model_len: Annotated[int, typer.Option(help="Positions of a request at most.")] = 1024,
+    check: Annotated[
+        bool | None, typer.Option(help="Exit 1 unless the text is plain greedy decoding's; default for the builtin pair.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line only.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.")] = None,
+) -> None:
+    """Continue text speculatively; drafts that were accepted are shown in colour. How much faster is it, and the same?"""
+    if dtype not in ("float32", "bfloat16"):
+        raise InputError(f"--dtype {dtype!r}: pass float32 or bfloat16")
+    if framework not in ("jax", "torch"):
+        raise InputError(f"--framework {framework!r}: pass jax or torch")
+    if loop not in ("host", "device") or (framework == "torch" and loop == "device"):
+        raise InputError(f"--loop {loop!r}: pass host or device; PyTorch has the host loop only")
+    if checkpoint != "builtin" and target is None:
+        raise InputError("--checkpoint needs the drafter's own target too; pass --target DIR")
+    if out is not None and (out.is_dir() or not out.parent.is_dir()):
+        raise InputError(f"--out {out}: expected a file in a directory that exists")
+    texts = _prompts(prompt, prompts)
+    from jax_dflash.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    from jax_dflash import hub
+
+    drafter = ASSETS / "builtin" / "drafter" if checkpoint == "builtin" else hub.resolve(checkpoint)
+    whole = ASSETS / "builtin" / "target" if target in (None, "builtin") else hub.resolve(target)
+    device = select_device(device)
+    from rich.console import Console
+
+    from jax_dflash import excerpts
+    from jax_dflash import generate as verb
+
+    job = verb.GenerateJob(
+        checkpoint=drafter,
+        target=whole,
+        pair=checkpoint if checkpoint == "builtin" else Path(checkpoint).name,
+        prompts=texts,
+        params=params,
+        loop=loop,
+        framework=framework,
+        device=device,
+        dtype=dtype,
+        num_speculative_tokens=num_speculative_tokens,
+        max_num_seqs=max_num_seqs or min(8, len(texts)),
+        max_model_len=max_model_len,
+        check=checkpoint == "builtin" if check is None else check,
+    )
+    console = Console()
+    stream = None if as_json else verb.TextStream(excerpts.tokenizer(whole), console, several=len(texts) > 1)
+    result = verb.generate(job, stream, capture_progress=not as_json)
+    if not as_json:
+        for line in verb.summary(result):
+            console.print(line, highlight=False)
+    if out is not None:
+        out.write_text(json.dumps(result) + "\n")
+    print(json.dumps(result))
+    if result["interrupted"]:
+        raise typer.Exit(130)
+    if not result["ok"]:
+        raise typer.Exit(1)
+
+
+def _prompts(prompt: str | None, path: Path | None) -> list[str]:
+    if (prompt is None) == (path is None):
+        raise InputError("pass a PROMPT or --prompts FILE, one of them")
+    if path is None:
+        return [prompt or ""]
+    if not path.is_file():
+        raise InputError(f"--prompts {path}: no such file")
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+    except UnicodeDecodeError:
+        raise InputError(f"--prompts {path}: not UTF-8 text") from None
+    if not lines:
+        raise InputError(f"--prompts {path}: no prompt in it; write one a line")
+    return lines
+
+
+@app.command()
 def inspect(
     path: Annotated[str, typer.Argument(help="A drafter's folder, org/name on the hub, or a config.json alone.")],
     target: Annotated[str | None, typer.Option(help="Check that it belongs to this target.")] = None,
