@@ -107,12 +107,13 @@ def _unpickled(file: Path) -> tuple[Stored, list[Any]]:
     import torch
 
     try:
-        with zipfile.ZipFile(
-            file
-        ) as archive:  # what torch.save writes; entries may be packed, so a small file is no bound
-            size = sum(entry.file_size for entry in archive.infolist())
-        if size > MAX_BYTES:
-            raise ValueError(f"{size} bytes when unpacked")
+        with file.open("rb") as handle:
+            is_zip = handle.read(4) == b"PK\x03\x04"  # as PyTorch tells it from its older format
+        if is_zip:
+            with zipfile.ZipFile(file) as archive:
+                size = sum(entry.file_size for entry in archive.infolist())
+            if size > MAX_BYTES:  # entries may be packed, so a small file is no bound
+                raise ValueError(f"{size} bytes when unpacked")
         found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # a broken or hostile file makes the reader raise anything
         raise InputError(
