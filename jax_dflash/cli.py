@@ -12,6 +12,7 @@ from jax_dflash.config import InputError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 ASSETS = Path(__file__).parent / "assets"
+YarnAttention = Annotated[str, typer.Option(help="mscale, or ignore-mscale: leave YaRN's mscale keys unread.")]
 
 
 @app.callback()
@@ -28,6 +29,7 @@ def compare(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a drafter from the hub.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or gpu; default gpu where there is one.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    yarn_attention: YarnAttention = "mscale",
     num_speculative_tokens: Annotated[
         int | None, typer.Option(help="Drafts per request; default all of a block.")
     ] = None,
@@ -60,6 +62,7 @@ def compare(
         pair=checkpoint if checkpoint == "builtin" else Path(checkpoint).name,
         device=device,
         dtype=dtype,
+        yarn_attention=yarn_attention,
         num_speculative_tokens=num_speculative_tokens,
         allow_long_block=allow_long_block,
         max_num_seqs=max_num_seqs,
@@ -193,9 +196,7 @@ def inspect(
     path: Annotated[str, typer.Argument(help="A drafter's folder, org/name on the hub, or a config.json alone.")],
     target: Annotated[str | None, typer.Option(help="Check that it belongs to this target.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a drafter from the hub.")] = None,
-    yarn_attention: Annotated[
-        str, typer.Option(help="mscale, or ignore-mscale: leave YaRN's mscale keys unread.")
-    ] = "mscale",
+    yarn_attention: YarnAttention = "mscale",
     num_speculative_tokens: Annotated[
         int | None, typer.Option(help="Drafts per request; default all of a block.")
     ] = None,

@@ -53,7 +53,7 @@ MAX_ERROR = 1e30  # stands for an error that is not finite: JSON has no infinity
 
 @dataclass(frozen=True, kw_only=True)
 class CompareJob:
-    """What the command line asks for. `device` is cpu or gpu."""
+    """What the command line asks for. `device` is cpu or gpu; `yarn_attention` as in `parse_draft_config`."""
 
     checkpoint: Path
     target: Path
@@ -63,6 +63,7 @@ class CompareJob:
     num_speculative_tokens: int | None
     max_num_seqs: int
     max_model_len: int
+    yarn_attention: str = "mscale"
     allow_long_block: bool = False
     compile_cache: str | None = None
     num_prompts: int | None = None  # default: three for each request of the largest bucket, 24 at least
@@ -124,7 +125,7 @@ class Drafters:
 
     def __init__(self, job: CompareJob, progress: bool):
         dtype = numerics.as_dtype(job.dtype)
-        draft_config, drafter = jax_drafter.load_drafter(job.checkpoint, dtype)
+        draft_config, drafter = jax_drafter.load_drafter(job.checkpoint, dtype, yarn_attention=job.yarn_attention)
         self.target_config, target = jax_target.load_target(job.target, dtype)
         self.draft_config = check_pair(draft_config, self.target_config, tensors(drafter))
         self.target_weights = jax_target.pack_target(target, self.target_config)
@@ -138,7 +139,8 @@ class Drafters:
 
         def torch_engine(name: str, mode: str, attention: str, taps: int) -> TorchEngine:
             kind, device = torch_numerics.as_dtype(name), {"cpu": "cpu", "gpu": "cuda"}[job.device]
-            config, (_, drafter) = self.draft_config, torch_drafter.load_drafter(job.checkpoint, kind, device)
+            config, yarn = self.draft_config, job.yarn_attention
+            _, drafter = torch_drafter.load_drafter(job.checkpoint, kind, device, yarn_attention=yarn)
             target_config, target = torch_target.load_target(job.target, kind, device)
             shared = torch_target.pack_target(target, target_config)
             weights = torch_drafter.pack_drafter(drafter, config, shared.embed_tokens, shared.lm_head)
@@ -166,7 +168,8 @@ def engine_sizes(job: CompareJob) -> dict[str, Any]:
 
 def check_job(job: CompareJob) -> None:
     """Refuse what cannot run before anything is loaded. Raises InputError."""
-    draft, target = load_draft_config(job.checkpoint), load_target_config(job.target)
+    draft = load_draft_config(job.checkpoint, yarn_attention=job.yarn_attention)
+    target = load_target_config(job.target)
     check_pair(draft, target, match_draft(job.checkpoint, draft).sources)
     if (size := excerpts.tokenizer(job.target).get_vocab_size()) > target.vocab_size:
         raise InputError(f"{job.target}: a tokenizer of {size} does not fit a vocabulary of {target.vocab_size}")
@@ -325,6 +328,7 @@ def time_frameworks(
         "target": str(job.target),
         "device": job.device,
         "dtype": job.dtype,
+        "yarn_attention": job.yarn_attention,
         "engine": engine_sizes(job),
         "compile_cache": cache,
         "context": min(256, job.max_model_len // 2),
@@ -413,6 +417,7 @@ def _document(
         "device": device_name(job.device),
         "dtype": job.dtype,
         "pair": job.pair,
+        "yarn_attention": job.yarn_attention,
         "num_speculative_tokens": descriptors[0].num_tokens // descriptors[0].num_reqs - 1,
         "max_model_len": job.max_model_len,
         "tau": round(tau, 4),

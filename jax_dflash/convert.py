@@ -1,5 +1,5 @@
 """convert: a drafter written again in z-lab's or the speculators form. What is written reads back as the same record and the
-same bits, or nothing is written. Neither JAX nor PyTorch is loaded."""
+same bits, or nothing is written. Neither JAX nor PyTorch is loaded, but for a `mask_embedding.pt`."""
 
 import os
 import shutil
@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 from jax_dflash.checkpoint_forms import NESTED, Rope
 from jax_dflash.config import DraftConfig, load_draft_config, parse_draft_config
 from jax_dflash.keys import InputError, read_json
+from jax_dflash.mask_embedding import MASK_EMBEDDING, MASK_FILES
 from jax_dflash.names import match_draft, write_config
 from jax_dflash.stored import read_tensors
 
@@ -120,11 +121,15 @@ def convert(source: Path, target: Path, form: str) -> dict[str, Any]:
     raw = form_config(config, form, read_json(source / "config.json"))
     sources = match_draft(source, config).checked()
     values = read_tensors(sources, lambda data, kind, shape: data.view(np.dtype(kind)).reshape(shape))
+    weights = {name: value for name, value in values.items() if name != MASK_EMBEDDING}
     partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
     partial.mkdir()
     try:
         write_config(partial, raw)
-        save_file(values, partial / "model.safetensors", metadata={"format": "pt"})
+        save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
+        if MASK_EMBEDDING in values:
+            named = {"format": "pt", "mask_token_id": str(config.mask_token_id)}
+            save_file({"embedding": values[MASK_EMBEDDING]}, partial / MASK_FILES[0], metadata=named)
         match_draft(partial, load_draft_config(partial)).checked()
         os.replace(partial, target)
     finally:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jax_dflash.config import DraftConfig, InputError, load_draft_config
 from jax_dflash.layers import LayerWeights, Pool, apply_rope, decoder_layer, rms_norm, rope_table
+from jax_dflash.mask_embedding import MASK_EMBEDDING
 from jax_dflash.modules import DecoderLayer, Weight, from_tensors, tensors
 from jax_dflash.names import vocabulary_tensors
 from jax_dflash.numerics import accum_einsum, linear, store, to_accum
@@ -27,7 +28,8 @@ Attend = Callable[[Pool, int, Array, Array, Array], tuple[Pool, Array]]
 
 class Drafter(nnx.Module):
     """The parameters of a drafter under their checkpoint names. Tables of tokens are its own where it must have them (a
-    reduced LM head and its map `d2t`) and where `own` names them (`embed_tokens.weight`, `lm_head.weight`)."""
+    reduced LM head and its map `d2t`) and where `own` names them (`embed_tokens.weight`, `lm_head.weight`, and
+    `mask_embedding`, a mask row of its own)."""
 
     def __init__(self, config: DraftConfig, *, own: Collection[str] = (), rngs: nnx.Rngs, dtype: jnp.dtype):
         g, kw = config.geometry, {"rngs": rngs, "dtype": dtype}
@@ -42,6 +44,8 @@ class Drafter(nnx.Module):
                 setattr(self, name, Weight(*shape, **kw))
         if "d2t" in tables:
             self.d2t = nnx.Variable(jnp.zeros(tables["d2t"], jnp.int32))
+        if MASK_EMBEDDING in own:
+            self.mask_embedding = nnx.Param(jnp.zeros(g.hidden_size, dtype))
 
 
 def load_drafter(
@@ -56,7 +60,8 @@ def load_drafter(
 
 class DraftWeights(NamedTuple):
     """What a program takes. `context_kv [D, L 2 K H]` is every layer's K and V projection, layer by layer, K before V;
-    `context_bias [L 2 K H]` their biases, where attention has some. With `d2t`, row i of `lm_head` is token i + d2t[i]."""
+    `context_bias [L 2 K H]` their biases, where attention has some. With `d2t`, row i of `lm_head` is token i + d2t[i].
+    `mask_embedding [D]` stands for the embedding's row in a block's mask rows; its dtype may be its file's own."""
 
     fc: Array
     hidden_norm: Array
@@ -68,6 +73,7 @@ class DraftWeights(NamedTuple):
     lm_head: Array
     context_bias: Array | None = None
     d2t: Array | None = None
+    mask_embedding: Array | None = None
 
 
 def pack(
@@ -99,6 +105,7 @@ def pack(
         lm_head=lm_head,
         context_bias=context("bias") if config.geometry.attention_bias else None,
         d2t=None if config.draft_vocab_size is None else values["d2t"],
+        mask_embedding=values.get(MASK_EMBEDDING),
     )
 
 
@@ -115,6 +122,7 @@ def unpack(weights: DraftWeights, config: DraftConfig, own: Collection[str] = ()
         "norm.weight": weights.norm,
         **unpack_layers(weights.layers, config.geometry, shards=shards),
         **{name: table for name, table in tables.items() if name in own or name in vocabulary_tensors(config)[0]},
+        **({} if weights.mask_embedding is None else {MASK_EMBEDDING: weights.mask_embedding}),
     }
 
 
@@ -189,9 +197,16 @@ def query_forward(
     return pool, rms_norm(x_BTD, weights.norm, config.geometry.rms_norm_eps)
 
 
-def embed(weights: DraftWeights, config: DraftConfig, ids: Int[Array, "..."]) -> Float[Array, "... D"]:
-    """Rows of the embedding, scaled and then rounded where the drafter scales them."""
+def embed(weights: DraftWeights, config: DraftConfig, ids: Int[Array, "... T"]) -> Float[Array, "... T D"]:
+    """The rows of blocks, the anchor's first: rows of the embedding, scaled and then rounded where the drafter scales them.
+
+    A mask row of its own stands in every row but the anchor's, whatever its id: an anchor that is the mask token keeps the
+    embedding's row.
+    """
     x = weights.embed_tokens[ids]
+    if weights.mask_embedding is not None:
+        anchor = jnp.arange(ids.shape[-1])[:, None] == 0
+        x = jnp.where(anchor, x, store(weights.mask_embedding, x.dtype))
     return x if config.embedding_scale == 1 else store(to_accum(x) * config.embedding_scale, x.dtype)
 
 

@@ -5,8 +5,12 @@ from pathlib import Path
 
 from jax_dflash.keys import InputError
 
-# What a checkpoint is made of. Nothing that could be executed is fetched.
-FILES = ("config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json", "tokenizer_config.json")
+# What a checkpoint is made of. Nothing that could be executed is fetched, but for the one pickle that has a meaning: without
+# it a drafter with a mask row of its own would be another function. It is opened as `mask_embedding.py` says.
+FILES = (
+    "config.json", "*.safetensors", "*.safetensors.index.json", "mask_embedding.pt", "tokenizer.json",
+    "tokenizer_config.json",
+)  # fmt: skip
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

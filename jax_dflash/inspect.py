@@ -1,4 +1,5 @@
-"""What a drafter's checkpoint is, without JAX or PyTorch: its record, its size, its floors, and what does not fit.
+"""What a drafter's checkpoint is: its record, its size, its floors, and what does not fit. Neither JAX nor PyTorch is
+loaded, but for a `mask_embedding.pt`.
 
 Works on a folder or on a bare config.json. A drafter that is refused is described as far as its file allows.
 """
@@ -23,10 +24,13 @@ from jax_dflash.config import (
     load_target_config,
 )
 from jax_dflash.keys import InputError, read_json
+from jax_dflash.mask_embedding import MASK_EMBEDDING
 from jax_dflash.names import Match, canonical, match_draft
 from jax_dflash.stored import FLOAT_KINDS
 
 ROPE_KEYS = ("type", "theta", "factor", "original_max_position_embeddings", "attention_factor", "rotary_dim")
+
+OWN_TABLES = ("embed_tokens.weight", "lm_head.weight", "d2t", MASK_EMBEDDING)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +131,7 @@ def weights_report(found: Match) -> dict[str, Any]:
     return {
         "num_tensors": len(stored) + len(found.unclaimed),
         "num_bytes": sum(tensor.num_bytes for tensor in stored),
-        "own_tables": [name for name in ("embed_tokens.weight", "lm_head.weight", "d2t") if name in found.sources],
+        "own_tables": [name for name in OWN_TABLES if name in found.sources],
         "missing": found.missing,
         "unclaimed": [tensor.name for tensor in found.unclaimed],
         "not_finite": infinite,

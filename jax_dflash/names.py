@@ -2,7 +2,7 @@
 frameworks read it.
 
 A drafter's canonical names are z-lab's, torch layout [out, in], each projection apart; with biases, `embed_tokens.weight`,
-`lm_head.weight` and `d2t` where a checkpoint has them.
+`lm_head.weight`, `d2t` and `mask_embedding` where a checkpoint has them.
 """
 
 import json
@@ -15,6 +15,7 @@ import numpy as np
 
 from jax_dflash.config import DraftConfig, Geometry, TargetConfig
 from jax_dflash.keys import InputError, show_name
+from jax_dflash.mask_embedding import MASK_EMBEDDING, read_mask_embedding
 from jax_dflash.stored import FLOAT_KINDS, INT_KINDS, Source, Stored, stored_tensors
 
 Shapes = dict[str, tuple[int, ...]]
@@ -37,7 +38,6 @@ GATES = {
     "mask_hidden": "a mask row of its own",
     "mask_embedding": "a mask row of its own",
 }
-MASK_FILE = "mask_embedding.pt"
 
 
 def _layer_tensors(geometry: Geometry, prefix: str) -> Shapes:
@@ -188,14 +188,15 @@ def _fault(tensor: Stored, name: str, shape: tuple[int, ...]) -> str | None:
 
 
 def match_draft(directory: str | Path, config: DraftConfig) -> Match:
-    """`match` of a drafter's checkpoint folder. Raises InputError for a folder that cannot be read."""
+    """`match` of a drafter's checkpoint folder, with the `mask_embedding` that ships beside its weights. Raises InputError
+    for a folder that cannot be read."""
     required, optional = vocabulary_tensors(config)
     result = match(stored_tensors(directory), draft_tensors(config) | required, optional)
-    if (Path(directory) / MASK_FILE).exists():
-        result.faults.append(
-            f"{Path(directory) / MASK_FILE}: {GATES['mask_embedding']}, and a pickle: it is never opened, and without it "
-            "this would be another function"
-        )
+    try:
+        if (row := read_mask_embedding(directory, config)) is not None:
+            result.sources[MASK_EMBEDDING] = Source(row)
+    except InputError as error:
+        result.faults.append(str(error))
     return result
 
 

@@ -72,7 +72,7 @@ def _jax_engine(job: dict):
     from jax_dflash.target import load_target, pack_target
 
     dtype = as_dtype(job["dtype"])
-    config, drafter = load_drafter(job["checkpoint"], dtype)
+    config, drafter = load_drafter(job["checkpoint"], dtype, yarn_attention=job["yarn_attention"])
     target_config, target = load_target(job["target"], dtype)
     config = check_pair(config, target_config, tensors(drafter))
     shared = pack_target(target, target_config)
@@ -91,7 +91,7 @@ def _torch_engine(job: dict, mode: str):
 
     pin_numerics()
     dtype, device = as_dtype(job["dtype"]), {"cpu": "cpu", "gpu": "cuda"}[job["device"]]
-    config, drafter = load_drafter(job["checkpoint"], dtype, device)
+    config, drafter = load_drafter(job["checkpoint"], dtype, device, yarn_attention=job["yarn_attention"])
     target_config, target = load_target(job["target"], dtype, device)
     config = check_pair(config, target_config, tensors(drafter))
     shared = pack_target(target, target_config)

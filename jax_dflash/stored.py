@@ -1,17 +1,18 @@
 """What a checkpoint's safetensors files hold: headers without values, and values piece by piece. Plain Python and numpy.
 
 Files come from strangers. The safetensors library checks a header (sizes, offsets, overlaps, the file's length) before
-anything here believes it; nothing is ever unpickled. Values are read, not mapped: a mapped file would count as memory
+anything here believes it; nothing here is unpickled. Values are read, not mapped: a mapped file would count as memory
 beside the arrays made of it.
 """
 
+import io
 import json
 import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -31,7 +32,8 @@ Array = TypeVar("Array")
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a file: `kind` is safetensors' name of its dtype, its bytes begin at `start`."""
+    """One tensor of a file: `kind` is safetensors' name of its dtype, its bytes begin at `start`. `data` holds them where
+    the file is not one to seek in."""
 
     file: Path
     name: str
@@ -39,17 +41,22 @@ class Stored:
     shape: tuple[int, ...]
     start: int
     num_bytes: int
+    data: bytes | None = None
 
     @property
     def dtype(self) -> str:
         """Its dtype by the name that numpy with ml_dtypes, JAX and PyTorch share."""
         return KINDS[self.kind][0]
 
+    def open(self) -> BinaryIO:
+        """Its file, or `data`, in which `start` counts."""
+        return self.file.open("rb") if self.data is None else io.BytesIO(self.data)
+
     def all_finite(self, piece: int = 1 << 22) -> bool:
         """Whether no value is infinite or NaN, by the exponent's bits, in pieces of bounded memory."""
         size = FLOAT_KINDS[self.kind][1]
         exponent = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000, "F64": 0x7FF0000000000000}[self.kind]
-        with self.file.open("rb") as handle:
+        with self.open() as handle:
             handle.seek(self.start)
             for at in range(0, self.num_bytes, piece):
                 bits = np.frombuffer(handle.read(min(piece, self.num_bytes - at)), f"<u{size}")
@@ -146,7 +153,7 @@ class Source:
         room = np.empty(self.num_bytes + ALIGNMENT, np.uint8)
         first = -room.ctypes.data % ALIGNMENT
         raw = room[first : first + self.num_bytes]
-        with self.stored.file.open("rb") as handle:
+        with self.stored.open() as handle:
             handle.seek(start)
             if handle.readinto(raw.data) < self.num_bytes:
                 raise InputError(f"{self.stored.file}: the file has become shorter while it was read")

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jax_dflash import drafter as drafters
 from jax_dflash import target as targets
 from jax_dflash.attention import dense
-from jax_dflash.config import DraftConfig, TargetConfig
+from jax_dflash.config import DraftConfig, InputError, TargetConfig
 from jax_dflash.inputs import slot_mapping
 from jax_dflash.kv_cache import pool_shape, store_layer
 from jax_dflash.numerics import accum_einsum, store, to_accum
@@ -88,9 +88,10 @@ def draft_logits(
 
     steps = jnp.arange(T, dtype=jnp.int32)
     anchor_ids = jnp.take_along_axis(tokens, anchors, axis=1)
-    ids = jnp.where(steps == 0, anchor_ids[..., None], config.mask_token_id).reshape(B, A * T)
+    ids = jnp.where(steps == 0, anchor_ids[..., None], config.mask_token_id)
+    x = drafters.embed(weights, config, ids).reshape(B, A * T, -1)
     rows = (anchors[..., None] + steps).reshape(B, A * T)
-    _, hidden = drafters.query_forward(weights, config, None, drafters.embed(weights, config, ids), rows, attend)
+    _, hidden = drafters.query_forward(weights, config, None, x, rows, attend)
     return drafters.compute_logits(weights, config, hidden.reshape(B, A, T, -1)[:, :, 1:])
 
 
@@ -209,7 +210,13 @@ def draft_batch_loss(
     gamma: float,
 ):
     """The loss of `train_steps` for a drafter: random sequences, and anchors drawn anew in [first, last] of each, whose
-    whole block must lie inside the sequence. The target is frozen; its hidden states are made in the same step."""
+    whole block must lie inside the sequence. The target is frozen; its hidden states are made in the same step. Raises
+    InputError for a drafter with a reduced vocabulary: labels outside it have no logit, and its `d2t` no gradient."""
+    if config.draft_vocab_size is not None:
+        raise InputError(
+            f"draft_vocab_size={config.draft_vocab_size}: a drafter of some of the target's tokens cannot be trained here, "
+            "the other labels have no logit; train one of the whole vocabulary"
+        )
 
     def loss(params, key):
         rows_key, anchors_key = jax.random.split(key)

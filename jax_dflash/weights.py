@@ -11,6 +11,7 @@ from safetensors.flax import save_file
 
 from jax_dflash.config import DraftConfig, Geometry
 from jax_dflash.layers import LayerWeights
+from jax_dflash.mask_embedding import MASK_EMBEDDING, MASK_FILES, check_mask_files
 from jax_dflash.names import Shapes, checked_d2t, match, match_draft
 from jax_dflash.stored import Source, read_tensors, stored_tensors
 
@@ -43,10 +44,18 @@ def _read(sources: dict[str, Source], dtype: jnp.dtype | None) -> dict[str, Arra
 
 
 def save_tensors(directory: str | Path, values: dict[str, Array]) -> None:
-    """Write `model.safetensors` whole or not at all: an interrupted save leaves what was there."""
-    target = Path(directory) / "model.safetensors"
+    """Write `model.safetensors`, and a mask row of its own beside it, each whole or not at all: an interrupted save leaves
+    what was there. Raises InputError where a mask row lies that would be read with it and is not of these values."""
+    values = dict(values)
+    check_mask_files(directory, values)
+    if (row := values.pop(MASK_EMBEDDING, None)) is not None:
+        _save_file(Path(directory) / MASK_FILES[0], {"embedding": row})
+    _save_file(Path(directory) / "model.safetensors", values)
+
+
+def _save_file(target: Path, values: dict[str, Array]) -> None:
     partial = target.with_suffix(".partial")
-    save_file(dict(values), partial, metadata={"format": "pt"})
+    save_file(values, partial, metadata={"format": "pt"})
     os.replace(partial, target)
 
 

@@ -368,17 +368,23 @@ def test_only_distances_count_in_float64():
         assert errors["apart"] > 0.01
 
 
-NO_EPSILON = replace(CONFIG, geometry=replace(CONFIG.geometry, rms_norm_eps=0.0))
+NO_EPSILON = replace(CONFIG, geometry=replace(CONFIG.geometry, rms_norm_eps=0.0, head_dim=12))
+
+
+def rotated_in_part(rotary_dim: int):
+    """NO_EPSILON with RoPE of so many of a head's 12 channels."""
+    rope = replace(plain_rope(NO_EPSILON.geometry), rotary_dim=rotary_dim)
+    return replace(NO_EPSILON, layers=tuple(replace(layer, rope=rope) for layer in NO_EPSILON.layers))
 
 
 @functools.cache
-def fused_context_kv(framework: str):
+def fused_context_kv(framework: str, rotary_dim: int):
     """precompute_context_kv, one function object so that JAX compiles each shape once."""
-    f = FRAMEWORKS[framework]
-    return lambda weights, x, positions: f.drafter.precompute_context_kv(weights, NO_EPSILON, x, positions)
+    f, config = FRAMEWORKS[framework], rotated_in_part(rotary_dim)
+    return lambda weights, x, positions: f.drafter.precompute_context_kv(weights, config, x, positions)
 
 
-def context_kv_by_layer(values: dict[str, np.ndarray], x: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def context_kv_by_layer(values: dict[str, np.ndarray], x: np.ndarray, positions: np.ndarray, rotary_dim: int):
     """Each layer's own projections of each row by itself, in numpy float64: [L, 2, C, K, H]."""
     g, out = NO_EPSILON.geometry, []
     for layer in range(g.num_layers):
@@ -388,22 +394,26 @@ def context_kv_by_layer(values: dict[str, np.ndarray], x: np.ndarray, positions:
             k, v = (values[f"{p}{n}_proj.weight"].astype(np.float64) @ y for n in "kv")
             k, v = (a.reshape(g.num_kv_heads, g.head_dim) for a in (k, v))
             k = k / np.sqrt(np.mean(k**2, axis=-1, keepdims=True)) * values[f"{p}k_norm.weight"]
-            angles = position * g.rope_theta ** -(np.arange(0, g.head_dim, 2) / g.head_dim)
-            cos, sin, a, b = np.cos(angles), np.sin(angles), *np.split(k, 2, axis=-1)
-            out.append((np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1), v))
+            angles = position * g.rope_theta ** -(np.arange(0, rotary_dim, 2) / rotary_dim)
+            cos, sin, half = np.cos(angles), np.sin(angles), rotary_dim // 2
+            a, b, rest = np.split(k, [half, rotary_dim], axis=-1)
+            out.append((np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1), v))
     kv = np.array(out).reshape(g.num_layers, len(x), 2, g.num_kv_heads, g.head_dim)
     return kv.swapaxes(1, 2)
 
 
+@pytest.mark.parametrize("rotary_dim", [12, 6], ids=["full", "half"])
 @pytest.mark.parametrize("num_rows", [1, 3, 4, 5, 63, 64, 65, 257])
-def test_fused_context_kv_of_any_number_of_rows(f, num_rows):
+def test_fused_context_kv_of_any_number_of_rows(f, num_rows, rotary_dim):
     """C43: rows mixed or misplaced at some row counts (a tile of 4 or 64, one more, one less), which happens to long
     prompts only. In whole numbers every sum is exact in any order, so V is equal bit for bit, and K up to the rounding of
-    its norm and angles; then random values, each element against the root mean square of its row."""
+    its norm and angles; then random values, each element against the root mean square of its row. Rotary of all 12 channels
+    of a head and of 6."""
     rng = np.random.default_rng(num_rows)
     positions = np.arange(num_rows) + 7
     table = np.zeros((1, CONFIG.geometry.hidden_size))
-    random = random_values(draft_tensors(CONFIG))
+    config = rotated_in_part(rotary_dim)
+    random = random_values(draft_tensors(config))
     whole = {n: np.ones_like(v) if v.ndim == 1 else np.sign(v) for n, v in random.items()}
     normal = rng.standard_normal((num_rows, CONFIG.geometry.hidden_size))
     for dtype, values, x, limit in (
@@ -411,11 +421,11 @@ def test_fused_context_kv_of_any_number_of_rows(f, num_rows):
         ("float32", random, normal, 1e-5),
         ("bfloat16", random, normal, 3e-2),
     ):
-        weights = f.drafter.pack(f.tree(values, dtype), CONFIG, *[f.floats(table, dtype)] * 2)
+        weights = f.drafter.pack(f.tree(values, dtype), config, *[f.floats(table, dtype)] * 2)
         x = f.floats(x, dtype)
-        found = numpy(f.run(fused_context_kv(f.name), weights, x, f.ints(positions)))
+        found = numpy(f.run(fused_context_kv(f.name, rotary_dim), weights, x, f.ints(positions)))
         rounded = {name: numpy(value) for name, value in f.tree(values, dtype).items()}
-        expected = context_kv_by_layer(rounded, numpy(x), positions)
+        expected = context_kv_by_layer(rounded, numpy(x), positions, rotary_dim)
         rms = np.sqrt(np.mean(expected**2, axis=-1, keepdims=True))
         assert np.max(np.abs(found - expected) / rms) <= limit
         if values is whole:

@@ -1,16 +1,21 @@
 """The main job on the shipped pair: it passes, and it fails when one side is wrong."""
 
 import json
+import shutil
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import torch_ref.drafter
-from jax_dflash import compare, excerpts
+from jax_dflash import compare, excerpts, steptime
 from jax_dflash.buckets import BucketLadder, GraphMode
 from jax_dflash.cli import ASSETS
+from jax_dflash.config import InputError
 from jax_dflash.taps import tap_table
+from parity_tests.test_cli import run as run_verb
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +118,60 @@ def test_the_verdict(job, run):
     ):
         bad = document(job, loop, **changes)
         assert (bad["ok"], bad["faults"]) == (False, [fault])
+
+
+@pytest.fixture
+def yarn_job(job, tmp_path):
+    """The shipped drafter with YaRN of factor 16 whose mscale pair says 1, where they are left unread."""
+    folder = shutil.copytree(job.checkpoint, tmp_path / "drafter")
+    raw = json.loads((folder / "config.json").read_text())
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 16.0,
+        "original_max_position_embeddings": 64,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }
+    (folder / "config.json").write_text(json.dumps(raw | {"rope_scaling": yarn}))
+    return replace(job, checkpoint=folder, yarn_attention="ignore-mscale")
+
+
+def test_yarn_s_option_reaches_every_drafter(yarn_job, monkeypatch):
+    """Would catch: an option that the lockstep follows and the timed processes do not, or one framework of either."""
+    made = []
+
+    class Engine:
+        def __init__(self, config, weights, **options):
+            made.append(round(config.layers[0].rope.attention_factor, 6))
+
+        def capture(self, progress):
+            pass
+
+    for name in ("jax_dflash.compare.DraftEngine", "jax_dflash.compare.TorchEngine"):
+        monkeypatch.setattr(name, Engine)
+    compare.check_job(yarn_job)
+    compare.Drafters(yarn_job, progress=False)
+    assert made == [1.277259] * 5
+    for name in ("jax_dflash.engine.DraftEngine", "torch_ref.engine.DraftEngine"):
+        monkeypatch.setattr(name, Engine)
+    specs, rows = [], SimpleNamespace(returncode=0, stdout="[]")
+    monkeypatch.setattr(compare.subprocess, "run", lambda *a, input, **kw: specs.append(json.loads(input)) or rows)
+    compare.time_frameworks(yarn_job, ["jax", "torch-eager"], None, lambda name: None)
+    steptime._jax_engine(specs[0])
+    steptime._torch_engine(specs[1], "eager")
+    assert made[5:] == [1.277259] * 2
+    with pytest.raises(InputError, match="yarn_attention='no'; pass one of mscale, ignore-mscale"):
+        compare.check_job(replace(yarn_job, yarn_attention="no"))
+
+
+def test_yarn_s_option_on_the_command_line(monkeypatch, capsys):
+    """Would catch: an option that is taken and not passed on."""
+    jobs = []
+    monkeypatch.setattr(compare, "compare", lambda job: jobs.append(job) or {"ok": True})
+    for options in ([], ["--yarn-attention", "ignore-mscale"]):
+        code, _, err = run_verb(monkeypatch, capsys, "compare", "--device", "cpu", "--json", *options)
+        assert code == 0, err
+    assert [job.yarn_attention for job in jobs] == ["mscale", "ignore-mscale"]
 
 
 def test_an_error_that_is_not_finite_is_a_fault():

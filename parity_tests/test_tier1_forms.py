@@ -8,6 +8,7 @@ import pytest
 from jax_dflash.config import parse_draft_config
 from parity_tests import forms
 from parity_tests.harness import case as cases
+from parity_tests.harness import runners
 from parity_tests.harness.case import Request, exact
 from parity_tests.test_tier1_semantics import worst
 
@@ -49,6 +50,17 @@ def case_of(raw: dict, seed: int = 0) -> cases.Case:
 def test_pytorch_computes_every_form(name):
     """A key that is read and not computed, or computed otherwise: acceptance drops and nothing errors."""
     assert worst(case_of((RAW | ODD)[name]), "torch.eager") < 1e-12
+
+
+@pytest.mark.parametrize("sut", ["torch.eager", "jax"])
+def test_yarn_s_mscale_left_unread(sut, tmp_path):
+    """C22: the option taken by one side only, or lost on the way into a saved case: then cos and sin are 1.416 apart."""
+    case = case_of(RAW["kimi-k2.5-dflash"])
+    ignored = cases.load(cases.save(replace(case, yarn_attention="ignore-mscale"), tmp_path / "case.safetensors"))
+    assert ignored.yarn_attention == "ignore-mscale" and cases.digest(ignored) != cases.digest(case)
+    assert worst(ignored, sut) < 1e-12
+    pair = [runners.oracle(c)["context_k"][:, : case.live_rows] for c in (case, ignored)]
+    np.testing.assert_allclose(np.linalg.norm(pair[1]) / np.linalg.norm(pair[0]), 1.4158883083, rtol=1e-9)
 
 
 @pytest.mark.parametrize("name", ["qwen3.6-27b-dflash", "kimi-k2.5-dflash", "speculators-qwen3-8b-dflash", *ODD])

@@ -1,5 +1,7 @@
 """Training: the mask, the loss, and that what is trained is what is served."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from jax_dflash import drafter as drafters
 from jax_dflash import target as targets
 from jax_dflash import train
 from jax_dflash.batch import TargetStep
+from jax_dflash.config import InputError
 from jax_dflash.engine import DraftEngine
 from jax_dflash.names import draft_tensors, target_tensors
 from parity_tests.tiny import DRAFT, GEOMETRY, TARGET, WINDOWED, random_values
@@ -128,6 +131,14 @@ def test_a_few_steps_lower_both_losses(values):
     assert losses[-1] < 0.9 * losses[0]
     assert all(accepted >= 1)
     assert all(bool(jnp.any(after.params[name] != before.params[name])) for name in values)
+
+
+def test_a_reduced_vocabulary_is_not_trained():
+    """Would catch: an infinite loss at the first label that the drafter has no row for, or a gradient of its map."""
+    config = replace(DRAFT, draft_vocab_size=12)
+    nothing = jnp.zeros((1, 20), jnp.int32)
+    with pytest.raises(InputError, match="draft_vocab_size=12: a drafter of some of the target's tokens cannot be"):
+        train.draft_batch_loss(config, TARGET, None, nothing, nothing[0], nothing[0], batch=1, num_anchors=1, gamma=4.0)
 
 
 def test_learning_rate_warms_up_and_ends_near_zero():

@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from jax_dflash.config import DraftConfig, InputError, load_draft_config
+from jax_dflash.mask_embedding import MASK_EMBEDDING
 from jax_dflash.names import vocabulary_tensors
 from jax_dflash.taps import TapCall, no_taps
 from torch_ref.layers import LayerWeights, Pool, apply_rope, decoder_layer, rms_norm, rope_table
@@ -26,7 +27,8 @@ Attend = Callable[[Pool, int, Tensor, Tensor, Tensor], tuple[Pool, Tensor]]
 
 class Drafter(nn.Module):
     """The parameters of a drafter under their checkpoint names. Tables of tokens are its own where it must have them (a
-    reduced LM head and its map `d2t`) and where `own` names them (`embed_tokens.weight`, `lm_head.weight`)."""
+    reduced LM head and its map `d2t`) and where `own` names them (`embed_tokens.weight`, `lm_head.weight`, and
+    `mask_embedding`, a mask row of its own)."""
 
     def __init__(
         self,
@@ -49,6 +51,8 @@ class Drafter(nn.Module):
                 setattr(self, name, Weight(*shape, **kw))
         if "d2t" in tables:
             self.register_buffer("d2t", torch.zeros(tables["d2t"], dtype=torch.int32))
+        if MASK_EMBEDDING in own:
+            self.mask_embedding = nn.Parameter(torch.zeros(g.hidden_size, dtype=dtype), requires_grad=False)
 
 
 def load_drafter(
@@ -67,7 +71,8 @@ def load_drafter(
 
 class DraftWeights(NamedTuple):
     """What a step takes. `context_kv [L 2 K H, D]` is every layer's K and V projection, layer by layer, K before V;
-    `context_bias [L 2 K H]` their biases, where attention has some. With `d2t`, row i of `lm_head` is token i + d2t[i]."""
+    `context_bias [L 2 K H]` their biases, where attention has some. With `d2t`, row i of `lm_head` is token i + d2t[i].
+    `mask_embedding [D]` stands for the embedding's row in a block's mask rows; its dtype may be its file's own."""
 
     fc: Tensor
     hidden_norm: Tensor
@@ -79,6 +84,7 @@ class DraftWeights(NamedTuple):
     lm_head: Tensor
     context_bias: Tensor | None = None
     d2t: Tensor | None = None
+    mask_embedding: Tensor | None = None
 
 
 def pack(
@@ -109,6 +115,7 @@ def pack(
         lm_head=lm_head,
         context_bias=context("bias") if config.geometry.attention_bias else None,
         d2t=None if config.draft_vocab_size is None else values["d2t"],
+        mask_embedding=values.get(MASK_EMBEDDING),
     )
 
 
@@ -125,6 +132,7 @@ def unpack(weights: DraftWeights, config: DraftConfig, own: Collection[str] = ()
         "norm.weight": weights.norm,
         **unpack_layers(weights.layers, config.geometry),
         **{name: table for name, table in tables.items() if name in own or name in vocabulary_tensors(config)[0]},
+        **({} if weights.mask_embedding is None else {MASK_EMBEDDING: weights.mask_embedding}),
     }
 
 
@@ -195,9 +203,16 @@ def query_forward(
     return pool, rms_norm(x_BTD, weights.norm, config.geometry.rms_norm_eps)
 
 
-def embed(weights: DraftWeights, config: DraftConfig, ids: Int[Tensor, "..."]) -> Float[Tensor, "... D"]:
-    """Rows of the embedding, scaled and then rounded where the drafter scales them."""
+def embed(weights: DraftWeights, config: DraftConfig, ids: Int[Tensor, "... T"]) -> Float[Tensor, "... T D"]:
+    """The rows of blocks, the anchor's first: rows of the embedding, scaled and then rounded where the drafter scales them.
+
+    A mask row of its own stands in every row but the anchor's, whatever its id: an anchor that is the mask token keeps the
+    embedding's row.
+    """
     x = weights.embed_tokens[ids]
+    if weights.mask_embedding is not None:
+        anchor = torch.arange(ids.shape[-1], device=x.device)[:, None] == 0
+        x = torch.where(anchor, x, store(weights.mask_embedding, x.dtype))
     return x if config.embedding_scale == 1 else store(to_accum(x) * config.embedding_scale, x.dtype)
 
 

@@ -37,11 +37,12 @@ class Case:
     Args:
         config: the drafter's config.json in any published form; null symmetries and shrinking want z-lab's.
         tensors: float32 by checkpoint name, with the `embed_tokens.weight` and `lm_head.weight` that are used, its own or
-            the target's.
+            the target's; with `mask_embedding [D]` where mask rows have a vector of their own.
         columns: int32 `[n]` for each name of PER_REQUEST and `block_tables [n, W]`.
         hidden_states: `[I, M, Dt]` float32, the target's residual stream for the step's rows; index 0 is the embeddings.
         pool: `[L, 2, P, page, K, H]` float32 before the step, NaN where no request owns a row.
         num_reqs, context_rows: the bucket: requests and context rows with padding.
+        yarn_attention: how YaRN's mscale keys are read, as in `parse_draft_config`.
         meta: what produced it and what it was judged to be.
     """
 
@@ -56,6 +57,7 @@ class Case:
     page_size: int
     max_model_len: int
     num_speculative_tokens: int
+    yarn_attention: str = "mscale"
     meta: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -96,6 +98,8 @@ def save(case: Case, path: str | Path) -> Path:
     arrays |= {f"columns/{name}": np.ascontiguousarray(value, np.int32) for name, value in case.columns.items()}
     sizes = {name: getattr(case, name) for name in SIZES}
     document = {"schema": SCHEMA, "name": case.name, "config": case.config, "sizes": sizes, "meta": case.meta}
+    if case.yarn_attention != "mscale":  # what a case without the key means
+        document["yarn_attention"] = case.yarn_attention
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
@@ -132,7 +136,8 @@ def load(path: str | Path) -> Case:
         case = Case(
             document["name"], document["config"], parts["tensors"], parts["columns"],
             _wide(arrays["hidden_states"]), _wide(arrays["pool"]),
-            **{name: int(document["sizes"][name]) for name in SIZES}, meta=document["meta"],
+            **{name: int(document["sizes"][name]) for name in SIZES},
+            yarn_attention=document.get("yarn_attention", "mscale"), meta=document["meta"],
         )  # fmt: skip
         missing = {*PER_REQUEST, "block_tables"} - case.columns.keys()
         if "transformer_layer_config" not in case.config:  # where the speculators form has its sizes
@@ -148,9 +153,9 @@ def load(path: str | Path) -> Case:
 
 def digest(case: Case) -> str:
     """Eight hex digits that name a case's content."""
-    sha = hashlib.sha256(
-        json.dumps([case.config, {name: getattr(case, name) for name in SIZES}], sort_keys=True).encode()
-    )
+    said = [case.config, {name: getattr(case, name) for name in SIZES}]
+    said += [case.yarn_attention] if case.yarn_attention != "mscale" else []
+    sha = hashlib.sha256(json.dumps(said, sort_keys=True).encode())
     for name, value in sorted({**case.tensors, **case.columns, "h": case.hidden_states, "p": case.pool}.items()):
         sha.update(name.encode() + np.ascontiguousarray(value).tobytes())
     return sha.hexdigest()[:8]

@@ -85,6 +85,8 @@ class Symmetry:
             t[name] = t[name][D.order]
         for name in ("embed_tokens.weight", "lm_head.weight"):
             t[name] = D.apply(t[name], 1)
+        if "mask_embedding" in t:
+            t["mask_embedding"] = D.apply(t["mask_embedding"], 0)
         pool = case.pool.copy()
         for i in range(case.num_layers):
             p = f"layers.{i}."

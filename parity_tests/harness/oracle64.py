@@ -22,6 +22,7 @@ PAD = -1
 NULL_PAGE = 0
 INTEGERS = {"I32": np.int32, "I64": np.int64}
 STORED = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+MASK_FILE, MASK_PICKLE = "mask_embedding.safetensors", "mask_embedding.pt"
 GLOBAL_TAPS = "features combined context_norm context_k context_v embeds hidden logits".split()
 LAYER_TAPS = "n1 q k v attn post_attention n2 act out".split()
 GLOBAL_WEIGHTS = "fc hidden_norm norm embed_tokens lm_head".split()
@@ -58,6 +59,8 @@ def load(directory):
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{directory}: no *.safetensors file")
+    if (directory / MASK_PICKLE).exists():
+        raise ValueError(f"{directory / MASK_PICKLE}: a pickle is not opened here; store the vector as {MASK_FILE}")
     tensors = {}
     for path in files:
         try:
@@ -65,6 +68,10 @@ def load(directory):
         except (OSError, safetensors.SafetensorError) as error:
             raise ValueError(f"{path}: {error}") from error
         for name, entry in entries:
+            if path.name == MASK_FILE:  # a file of its own whose tensor is called otherwise
+                if name == "mask_token_id":
+                    continue
+                name = "mask_embedding" if name == "embedding" else name
             if name in tensors:
                 raise ValueError(f"{path}: {name} is also in an earlier file of the folder")
             stored = INTEGERS if name == "d2t" else STORED
@@ -82,7 +89,7 @@ def check_names(model, tensors, forced):
     biases = [f"layers.{i}.self_attn.{name}_proj" for i in layers for name in "qkvo" if model.attention_bias]
     taps = GLOBAL_TAPS + [f"layers.{i}.{name}" for i in layers for name in LAYER_TAPS]
     wrong = {f"{name}.weight" for name in weights} | {f"{name}.bias" for name in biases}
-    wrong ^= set(tensors) - {"d2t"}
+    wrong ^= set(tensors) - {"d2t", "mask_embedding"}
     if wrong:
         raise ValueError(f"tensors missing or unexpected: {', '.join(sorted(wrong))}")
     if unknown := sorted(set(forced) - set(taps)):
@@ -106,6 +113,14 @@ def head_columns(model, tensors):
     if (d2t % 1).any() or len(set(columns)) < rows or columns.min() < 0 or columns.max() >= vocab:
         raise ValueError(f"d2t does not give {rows} distinct ids of a vocabulary of {vocab}")
     return columns, vocab
+
+
+def mask_row(tensors, width):
+    """The vector that mask rows start from, flat."""
+    row = np.asarray(tensors["mask_embedding"], np.float64).reshape(-1)
+    if len(row) != width:
+        raise ValueError(f"mask_embedding has {len(row)} elements, embed_tokens has rows of {width}")
+    return row
 
 
 class Weights:
@@ -297,14 +312,16 @@ def run(
     max_model_len,
     num_speculative_tokens,
     forced=None,
+    yarn_attention="mscale",
 ):
     """Every tap of one greedy draft step, in order; pool [L, 2, P, page, K, H] is copied to float64, never changed.
 
     `forced` maps float taps to values that everything downstream uses; the result still records what was computed.
     Rows of padded requests and of context past M are garbage in float taps. ValueError names what does not fit.
-    `tensors` have z-lab's names, with the embed_tokens and lm_head that are to be used, and d2t if lm_head is reduced.
+    `tensors` have z-lab's names, with the embed_tokens and lm_head that are to be used, d2t if lm_head is reduced, and
+    mask_embedding [D] if mask rows have a vector of their own.
     """
-    model, weights, forced = read_config(config), Weights(tensors), forced or {}
+    model, weights, forced = read_config(config, yarn_attention), Weights(tensors), forced or {}
     check_names(model, tensors, forced)
     columns, num_columns = head_columns(model, tensors)
     L = len(model.layers)
@@ -342,7 +359,11 @@ def run(
     embed, ids = weights("embed_tokens"), ints["input_ids"].reshape(num_reqs, -1)
     if ids.min() < 0 or ids.max() >= len(embed):
         raise ValueError(f"input ids {ids.min()}..{ids.max()} outside the vocabulary of {len(embed)}")
-    x = tap("embeds", embed[ids] * model.embedding_scale)
+    x = embed[ids]
+    if "mask_embedding" in tensors:  # it stands for the masks' row of the embedding; a block's row 0 is the anchor
+        for t in range(1, x.shape[1]):
+            x[:, t] = mask_row(tensors, embed.shape[1])
+    x = tap("embeds", x * model.embedding_scale)
     for i in range(L):
         x = draft_layer(model, weights, tap, i, x, rows_L2SKH[i], ints, step.block_tables, page_size)
     x = tap("hidden", rms_norm(x[:, 1:], weights("norm"), model.eps))

@@ -48,6 +48,7 @@ TAPS = (  # spelling, whether inside dflash_config, what takes its ids to indice
     ("layer_ids", True, 0),
     ("aux_hidden_state_layer_ids", False, 0),
 )
+YARN_ATTENTION = ("mscale", "ignore-mscale")
 EMBEDDING_SCALES = "embed_scale embedding_scale input_embedding_scale".split()
 ROPE_KEYS = {
     "default": {"rope_type", "rope_theta", "partial_rotary_factor"},
@@ -186,7 +187,7 @@ def rope_section(flat, key, layer_type) -> dict[str, Any]:
     return section
 
 
-def read_rope(flat, layer_type, head_dim) -> Rope:
+def read_rope(flat, layer_type, head_dim, yarn_attention) -> Rope:
     """The rotary embedding of one layer type: rope_parameters before rope_scaling before the flat rope_theta [C24]."""
     scaling, parameters = (rope_section(flat, key, layer_type) for key in ("rope_scaling", "rope_parameters"))
     for key in (set(scaling) & set(parameters)) - {"rope_theta"}:
@@ -208,7 +209,7 @@ def read_rope(flat, layer_type, head_dim) -> Rope:
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ValueError(f"partial_rotary_factor={factor} of head_dim={head_dim} is not an even number of channels")
     if kind == "yarn":
-        return Rope(yarn_inv_freq(rope, theta, rotary_dim), yarn_scale(rope))
+        return Rope(yarn_inv_freq(rope, theta, rotary_dim), yarn_scale(rope, yarn_attention))
     return Rope(inv_freq(theta, rotary_dim))
 
 
@@ -244,12 +245,12 @@ def yarn_inv_freq(rope, theta, rotary_dim):
     return plain * (1 - ramp) + plain / factor * ramp
 
 
-def yarn_scale(rope) -> float:
-    """What multiplies cos and sin, so that scores grow by its square [C22]."""
+def yarn_scale(rope, yarn_attention="mscale") -> float:
+    """What multiplies cos and sin, so that scores grow by its square [C22]; servers differ about the mscale keys."""
     if "attention_factor" in rope:
         return rope["attention_factor"]
     log = math.log(rope["factor"])
-    if "mscale" not in rope and "mscale_all_dim" not in rope:
+    if yarn_attention == "ignore-mscale" or ("mscale" not in rope and "mscale_all_dim" not in rope):
         return 0.1 * log + 1
     above, below = rope.get("mscale", 0), rope.get("mscale_all_dim", 0)
     if above <= 0 or below <= 0:
@@ -267,8 +268,13 @@ def read_embedding_scale(flat, nested) -> float:
     return next(iter(found.values()), 1.0)
 
 
-def read_config(config) -> Model:
-    """A config.json of any published form as a Model; ValueError names the key at fault."""
+def read_config(config, yarn_attention="mscale") -> Model:
+    """A config.json of any published form as a Model; ValueError names the key at fault.
+
+    With yarn_attention="ignore-mscale" YaRN's mscale and mscale_all_dim count as absent.
+    """
+    if yarn_attention not in YARN_ATTENTION:
+        raise ValueError(f"yarn_attention={yarn_attention!r}, expected one of {', '.join(YARN_ATTENTION)}")
     flat, nested, speculators = flatten(config)
     check_supported(flat, nested)
     mask_token_id = nested.get("mask_token_id", flat.get("mask_token_id"))  # nested wins [C09]
@@ -284,7 +290,7 @@ def read_config(config) -> Model:
     windows = read_windows(flat, nested, flat["num_hidden_layers"])
     causality = read_causality(flat, nested, speculators, flat["num_hidden_layers"])
     types = [FULL if window is None else SLIDING for window in windows]
-    ropes = {kind: read_rope(flat, kind, head_dim) for kind in set(types)}
+    ropes = {kind: read_rope(flat, kind, head_dim, yarn_attention) for kind in set(types)}
     return Model(
         layers=[Layer(*of, ropes[kind]) for *of, kind in zip(causality, windows, types, strict=True)],
         heads=heads,

@@ -76,12 +76,13 @@ def oracle(case: Case, forced: Trace | None = None) -> Trace:
         max_model_len=case.max_model_len,
         num_speculative_tokens=case.num_speculative_tokens,
         forced=forced,
+        yarn_attention=case.yarn_attention,
     )
 
 
 def draft_config(case: Case) -> DraftConfig:
     """The package's own reading of the configuration; a vocabulary that it does not name is the target's."""
-    config = parse_draft_config(case.config)
+    config = parse_draft_config(case.config, yarn_attention=case.yarn_attention)
     if config.geometry.vocab_size is None:
         rows = len(case.tensors["embed_tokens.weight"])
         config = replace(config, geometry=replace(config.geometry, vocab_size=rows))
@@ -159,7 +160,8 @@ def _run_jax(
         jitted = jax.jit(step, compiler_options=numerics.COMPILER_OPTIONS)
         return traced(lambda: jitted(*args), rerun)
     compiled = {} if compiled is None else compiled
-    key = json.dumps([case.config, [getattr(case, name) for name in cases.SIZES], dtype, level, sorted(forced)])
+    sizes = [getattr(case, name) for name in cases.SIZES]
+    key = json.dumps([case.config, case.yarn_attention, sizes, sorted(tensors), dtype, level, sorted(forced)])
     if key not in compiled:
         compiled[key] = jax.jit(step).lower(*args).compile(numerics.COMPILER_OPTIONS if mode == "jit" else {})
     return traced(lambda: compiled[key](*args), rerun)
