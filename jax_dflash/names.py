@@ -49,15 +49,13 @@ def _layer_tensors(geometry: Geometry, prefix: str) -> Shapes:
         "self_attn.k_proj.weight": (KH, D),
         "self_attn.v_proj.weight": (KH, D),
         "self_attn.o_proj.weight": (D, NH),
-        "self_attn.q_norm.weight": (H,),
-        "self_attn.k_norm.weight": (H,),
+        **({"self_attn.q_norm.weight": (H,), "self_attn.k_norm.weight": (H,)} if geometry.qk_norm else {}),
         "post_attention_layernorm.weight": (D,),
         "mlp.gate_proj.weight": (F, D),
         "mlp.up_proj.weight": (F, D),
         "mlp.down_proj.weight": (D, F),
     }
-    if geometry.attention_bias:
-        one_layer |= {f"self_attn.{p}_proj.bias": one_layer[f"self_attn.{p}_proj.weight"][:1] for p in "qkvo"}
+    one_layer |= {f"self_attn.{p}_proj.bias": one_layer[f"self_attn.{p}_proj.weight"][:1] for p in geometry.biased}
     return {
         f"{prefix}layers.{layer}.{name}": shape
         for layer in range(geometry.num_layers)
@@ -89,7 +87,7 @@ def vocabulary_tensors(config: DraftConfig) -> tuple[Shapes, Shapes]:
 
 
 def target_tensors(config: TargetConfig) -> Shapes:
-    """Every tensor of a Qwen3 target; a tied one has no LM head of its own."""
+    """Every tensor of a target; a tied one has no LM head of its own."""
     D, V = config.geometry.hidden_size, config.vocab_size
     head = {} if config.tie_word_embeddings else {"lm_head.weight": (V, D)}
     return {
