@@ -26,6 +26,8 @@ SPELLINGS = (
     ("midlayer.", "layers.0."),
 )
 IGNORED = re.compile(r"(t2d|verifier_[^.]+(\.weight)?)")  # the inverse of d2t, and copies of the target's
+# Of targets: frequencies that old Llama files store, and the embedding's copy that a tied one may bring.
+TARGET_IGNORED = re.compile(r"(model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|lm_head\.weight)")
 FUSED = re.compile(r"(layers\.\d+\.self_attn\.)qkv_proj\.(weight|bias)")
 # Tensors without which a drafter is another function, and a file that is the same.
 GATES = {
@@ -142,7 +144,7 @@ class Match:
 
 def match(stored: Iterable[Stored], expected: Shapes, optional: Shapes | None = None) -> Match:
     """Find each tensor of the tables among the stored ones. With `optional`, even an empty one, a drafter's spellings are
-    understood: prefixes, fused projections, and copies of the target's that are left alone."""
+    understood: prefixes, fused projections, and copies of the target's that are left alone; without, a target's."""
     result, table = Match(), expected | (optional or {})
     found: dict[str, Source] = {}
     for tensor in stored:
@@ -151,7 +153,7 @@ def match(stored: Iterable[Stored], expected: Shapes, optional: Shapes | None = 
         if optional is not None and fused is not None:
             parts = [f"{fused[1]}{p}_proj.{fused[2]}" for p in "qkv"]
         if any(part not in table for part in parts):
-            if optional is None or not IGNORED.fullmatch(name):
+            if not (TARGET_IGNORED if optional is None else IGNORED).fullmatch(name):
                 result.unclaimed.append(tensor)
             continue
         shape = (sum(table[part][0] for part in parts), *table[parts[0]][1:])
