@@ -21,6 +21,9 @@ from jax_dflash import target as targets
 from jax_dflash.batch import TargetStep
 from jax_dflash.config import DraftConfig, Geometry, TargetConfig, plain_layers
 from jax_dflash.engine import DraftEngine
+from jax_dflash.greedy_loop import num_pages
+from jax_dflash.target_batch import TargetBatch
+from jax_dflash.target_runner import TargetRunner
 
 LIVE, MAX_LEN = 300, 1024
 SHAPES = [  # hidden, target layers, MLP, draft layers, block
@@ -51,7 +54,7 @@ def time_shape(hidden: int, layers: int, mlp: int, draft_layers: int, block: int
     }  # fmt: skip
     taps = tuple(int(i) for i in np.linspace(1, layers - 3, 5).round())
     target_config = TargetConfig(
-        geometry=Geometry(num_layers=layers, **size), tie_word_embeddings=True, eos_token_id=None, dtype="float32"
+        geometry=Geometry(num_layers=layers, **size), tie_word_embeddings=True, dtype="float32"
     )
     geometry = Geometry(num_layers=draft_layers, **size)
     config = DraftConfig(
@@ -64,16 +67,24 @@ def time_shape(hidden: int, layers: int, mlp: int, draft_layers: int, block: int
     drafter = drafters.Drafter(config, rngs=nnx.Rngs(1), dtype=jnp.dtype("float32"))
     weights = drafters.pack_drafter(drafter, config, target.embed_tokens, target.lm_head)
 
-    runner = targets.TargetRunner(
+    runner = TargetRunner(
         target_config,
         target,
         taps=config.hidden_state_indices,
+        num_speculative_tokens=block - 1,
         max_num_seqs=1,
         max_model_len=MAX_LEN,
+        num_pages=num_pages(1, MAX_LEN),
         widths=(1, block),
     )
-    plain = median_ms(lambda: runner.run([0], [LIVE], [[1]]))
-    verify = median_ms(lambda: runner.run([0], [LIVE], [[1] * block]))
+    runner.capture(progress=False)
+
+    def target_ms(rows: int) -> float:
+        tables = 1 + np.arange(runner.limits.table_width)[None]
+        batch = TargetBatch(tokens=[[1] * rows], start=[LIVE], num_drafts=[rows - 1], block_tables=tables)
+        return median_ms(lambda: runner.run(batch))
+
+    plain, verify = target_ms(1), target_ms(block)
 
     engine = DraftEngine(config, weights, max_num_seqs=1, max_model_len=MAX_LEN)
     engine.capture(progress=False)

@@ -25,12 +25,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from jax_dflash import drafter as drafters
 from jax_dflash import excerpts, train
 from jax_dflash import target as targets
+from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import parse_draft_config, parse_target_config
 from jax_dflash.engine import DraftEngine
-from jax_dflash.greedy_loop import GreedyLoop
+from jax_dflash.greedy_loop import GreedyLoop, num_pages
 from jax_dflash.modules import tensors
 from jax_dflash.names import write_config
 from jax_dflash.numerics import as_dtype
+from jax_dflash.target_runner import TargetRunner
 from jax_dflash.weights import save_tensors
 
 EOS, MASK, VOCAB = 256, 257, 264
@@ -176,16 +178,21 @@ def accepted_length(out: Path, dtype_name: str, K: int, num_prompts: int) -> dic
         max_model_len=768, num_speculative_tokens=K,
     )  # fmt: skip
     engine.capture(progress=False)
-    runner = targets.TargetRunner(
+    runner = TargetRunner(
         target_config,
         weights,
         taps=config.hidden_state_indices,
+        num_speculative_tokens=K,
         max_num_seqs=16,
         max_model_len=768,
+        num_pages=num_pages(16, 768),
         widths=(K + 1, 128),
+        max_num_batched_tokens=16 * 128,
+        ladder=BucketLadder([16 * (K + 1)], max_num_seqs=16, query_lens=K + 1),
     )
+    runner.capture(progress=False)
     prompts = excerpts.prompts(out / "target", num_prompts, (200, 300, 400))
-    loop = GreedyLoop(runner, prompts, max_new_tokens=128, chunk=128, eos=EOS)
+    loop = GreedyLoop(runner, prompts, max_new_tokens=128, chunk=128, eos=(EOS,))
     while not loop.done:
         event = loop.advance()
         for answer in event.joined:

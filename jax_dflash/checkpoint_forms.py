@@ -29,7 +29,7 @@ QWEN3_DEFAULTS = {
     "vocab_size": 151936,
     "max_position_embeddings": 32768,
 }
-QWEN3_ROPE_THETA = 10000.0
+DEFAULT_THETA = 10000.0  # of transformers' Qwen3Config and LlamaConfig
 QWEN3_WINDOW = 4096
 QWEN3_MAX_WINDOW_LAYERS = 28
 
@@ -63,7 +63,8 @@ class Rope:
     less than `beta_slow` times in `original_max_position_embeddings` positions, kept where more than `beta_fast` times, and
     a ramp between (its ends rounded to whole channels if `truncate`); cos and sin times `attention_factor`, for q and k
     alike. `attention_rule` says where that number comes from: explicit, mscale (the ratio m(mscale) / m(mscale_all_dim),
-    m(s) = 0.1 s ln(factor) + 1), log (m(1)), or none.
+    m(s) = 0.1 s ln(factor) + 1), log (m(1)), or none. `llama3` (Llama 3.1's release): as YaRN, divided where a channel turns
+    less than `low_freq_factor` times, kept from `high_freq_factor` times on, and a ramp in the number of turns between.
     """
 
     type: str
@@ -76,6 +77,8 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +103,12 @@ def checkpoint_form(keys: Keys) -> str:
 
 
 class FormKeys(Keys):
-    """A drafter's config.json: where its form keeps a key, and what the form takes for one that is absent."""
+    """A config.json: where its form keeps a key, and what the form takes for one that is absent. The form of a drafter is
+    told by its keys; a target's is "target", all flat."""
 
-    def __init__(self, raw: dict, source: str):
+    def __init__(self, raw: dict, source: str, form: str | None = None):
         super().__init__(raw, source)
-        self.form = checkpoint_form(self)
+        self.form = form or checkpoint_form(self)
 
     def places(self, key: str) -> tuple[str, ...]:
         """Where a key of the layers stands."""
@@ -250,6 +254,16 @@ def _causality(keys: FormKeys, listed: list[str] | None, kinds: list[str]) -> li
     return [kind == "sliding_attention" for kind in listed or ([""] * len(kinds) if by_use_swa else kinds)]
 
 
+def target_rope(keys: FormKeys, head_dim: int, max_positions: int) -> Rope:
+    """The RoPE of a target: default, yarn or llama3. A Llama file from before `rope_theta` means LlamaConfig's 10000."""
+    return _rope(keys, "full_attention", head_dim, max_positions, "mscale")
+
+
+def _default_theta(keys: FormKeys) -> Any:
+    old_llama = keys.form == "target" and keys.find("model_type")[1] == "llama"
+    return DEFAULT_THETA if keys.form == "speculators" or old_llama else REQUIRED
+
+
 def _rope(keys: FormKeys, kind: str, head_dim: int, max_positions: int, yarn_attention: str) -> Rope:
     """The RoPE of layers of a kind: `rope_parameters` or `rope_scaling`, flat or per layer type; theta in there, else the
     flat `rope_theta`. Without any: Qwen3's default in the speculators form, an error in the others."""
@@ -265,7 +279,7 @@ def _rope(keys: FormKeys, kind: str, head_dim: int, max_positions: int, yarn_att
         path, value = keys.find(*(f"{part}.{key}" for part in parts), *flat)
         return keys.positive(flat if value is None else path, default, float)
 
-    theta = number("rope_theta", QWEN3_ROPE_THETA if keys.form == "speculators" else REQUIRED)
+    theta = number("rope_theta", _default_theta(keys))
     partial = number("partial_rotary_factor", 1.0)
     rotary_dim = int(head_dim * partial) if partial <= 1 else 0
     if rotary_dim < 2 or rotary_dim % 2:
@@ -288,12 +302,15 @@ def _rope_part(keys: Keys, path: str, kind: str) -> str:
     return path
 
 
-def _scaled(keys: Keys, path: str, plain: Rope, max_positions: int, yarn_attention: str) -> Rope:
+def _scaled(keys: FormKeys, path: str, plain: Rope, max_positions: int, yarn_attention: str) -> Rope:
     name, rope_type = keys.find(f"{path}.rope_type", f"{path}.type")
     if rope_type in (None, "default"):
         return plain
+    if rope_type == "llama3" and keys.form == "target":
+        return _llama3(keys, path, plain)
     if rope_type != "yarn":
-        raise keys.error(f"key {name!r} is {show(rope_type)}; expected default or yarn")
+        expected = "default, yarn or llama3" if keys.form == "target" else "default or yarn"
+        raise keys.error(f"key {name!r} is {show(rope_type)}; expected {expected}")
     if plain.theta <= 1:
         raise keys.error(f"rope_theta={plain.theta} of key {path!r}; YaRN needs more than 1")
     factor = keys.positive(f"{path}.factor", kind=float)
@@ -308,6 +325,20 @@ def _scaled(keys: Keys, path: str, plain: Rope, max_positions: int, yarn_attenti
         beta_fast=keys.positive(f"{path}.beta_fast", 32.0, float),
         beta_slow=keys.positive(f"{path}.beta_slow", 1.0, float),
         truncate=keys.get(f"{path}.truncate", bool, True),
+    )
+
+
+def _llama3(keys: Keys, path: str, plain: Rope) -> Rope:
+    low, high = (keys.positive(f"{path}.{name}_freq_factor", kind=float) for name in ("low", "high"))
+    if high <= low:
+        raise keys.error(f"key {path + '.high_freq_factor'!r} is {high}; expected more than low_freq_factor={low}")
+    return replace(
+        plain,
+        type="llama3",
+        factor=keys.positive(f"{path}.factor", kind=float),
+        original_max_position_embeddings=keys.positive(f"{path}.original_max_position_embeddings"),
+        low_freq_factor=low,
+        high_freq_factor=high,
     )
 
 

@@ -25,14 +25,15 @@ from jax_dflash import drafter as jax_drafter
 from jax_dflash import excerpts, numerics
 from jax_dflash import target as jax_target
 from jax_dflash.batch import PAD_SLOT, TargetStep
-from jax_dflash.buckets import GraphMode
+from jax_dflash.buckets import BucketLadder, GraphMode
 from jax_dflash.config import InputError, check_pair, load_draft_config, load_target_config
 from jax_dflash.engine import DraftEngine
-from jax_dflash.greedy_loop import GreedyLoop, LoopStep
+from jax_dflash.greedy_loop import GreedyLoop, LoopStep, num_pages
 from jax_dflash.modules import tensors
 from jax_dflash.names import match_draft
 from jax_dflash.programs import compile_cache, num_compiles
 from jax_dflash.taps import live_part, tap_table
+from jax_dflash.target_runner import TargetRunner
 from torch_ref import drafter as torch_drafter
 from torch_ref import numerics as torch_numerics
 from torch_ref import target as torch_target
@@ -184,18 +185,25 @@ def check_job(job: CompareJob) -> None:
 
 def run_lockstep(job: CompareJob, drafters: Drafters, advance: Callable[[int, int], None]) -> tuple[Tally, GreedyLoop]:
     """Decode every prompt with all drafters in lockstep and compare each step."""
-    runner = jax_target.TargetRunner(
+    query_len = drafters.jax.config.query_len
+    runner = TargetRunner(
         drafters.target_config,
         drafters.target_weights,
         taps=drafters.draft_config.hidden_state_indices,
+        num_speculative_tokens=query_len - 1,
         max_num_seqs=job.max_num_seqs,
         max_model_len=job.max_model_len,
-        widths=(drafters.jax.config.query_len, CHUNK),
+        num_pages=num_pages(job.max_num_seqs, job.max_model_len),
+        widths=(query_len, CHUNK),
+        max_num_batched_tokens=job.max_num_seqs * max(query_len, CHUNK),
+        # One bucket: the drafters are compared here, and a target program compiles for seconds.
+        ladder=BucketLadder([job.max_num_seqs * query_len], max_num_seqs=job.max_num_seqs, query_lens=query_len),
     )
+    runner.capture(progress=False)
     num_prompts = job.num_prompts or max(24, 3 * job.max_num_seqs)
     prompts = excerpts.prompts(job.target, num_prompts, PROMPT_LENGTHS)
     loop = GreedyLoop(
-        runner, prompts, max_new_tokens=job.max_new_tokens, chunk=CHUNK, eos=drafters.target_config.eos_token_id
+        runner, prompts, max_new_tokens=job.max_new_tokens, chunk=CHUNK, eos=drafters.target_config.eos_token_ids
     )
     tally, steps = Tally(), 0
     while not loop.done:

@@ -16,9 +16,11 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """The sizes that a drafter and a target have alike (Qwen3 layers: QK norm, GQA, SwiGLU).
+    """The sizes that a drafter and a target have alike (pre-norm layers: GQA, SwiGLU).
 
-    `rope_theta` is a target's. A drafter's stands in each of its `layers`; here is the first one's.
+    `qk_norm`: an RMS norm over each head of q and k, as in Qwen3. `attention_bias`: biases of q, k, v and, unless
+    `output_bias` is false, of o. `rope_theta` is a target's. A drafter's stands in each of its `layers`; here is the
+    first one's.
     """
 
     hidden_size: int
@@ -32,6 +34,13 @@ class Geometry:
     vocab_size: int | None
     max_position_embeddings: int
     attention_bias: bool = False
+    output_bias: bool = True
+    qk_norm: bool = True
+
+    @property
+    def biased(self) -> str:
+        """The attention projections that have a bias, as letters of "qkvo"."""
+        return ("qkvo" if self.output_bias else "qkv") if self.attention_bias else ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,12 +83,16 @@ class DraftConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig:
-    """A target language model of the Qwen3 form."""
+    """A target language model of the Qwen3, Qwen2 or Llama form.
+
+    `eos_token_ids` are all that the file names; any of them ends a text. `scaled_rope` is its RoPE where that is not plain.
+    """
 
     geometry: Geometry
     tie_word_embeddings: bool
-    eos_token_id: int | None
+    eos_token_ids: tuple[int, ...] = ()
     dtype: str
+    scaled_rope: Rope | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -87,9 +100,22 @@ class TargetConfig:
         assert self.geometry.vocab_size is not None
         return self.geometry.vocab_size
 
+    @property
+    def rope(self) -> Rope:
+        """The rotation of every layer."""
+        return self.scaled_rope or plain_rope(self.geometry)
+
+    @property
+    def max_positions(self) -> int:
+        """What it is made for: the file's `max_position_embeddings`, or as far as YaRN stretches the original ones."""
+        positions, original = self.geometry.max_position_embeddings, self.rope.original_max_position_embeddings
+        if self.rope.type != "yarn" or original is None:
+            return positions
+        return max(positions, int(self.rope.factor * original))
+
 
 def plain_rope(geometry: Geometry) -> Rope:
-    """RoPE of all channels by `geometry.rope_theta`: a target's."""
+    """Unscaled RoPE of all channels by `geometry.rope_theta`: most targets'."""
     return Rope(type="default", theta=geometry.rope_theta, rotary_dim=geometry.head_dim)
 
 
@@ -202,23 +228,36 @@ def parse_draft_config(raw: dict, source: str = "config.json", *, yarn_attention
     return config
 
 
-def _target_geometry(keys: Keys) -> Geometry:
-    hidden_size, num_heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
-    rope = keys.get("rope_parameters", dict, {})
-    refused = {
-        "hidden_act": (("silu",), "only silu is supported"),
-        "attention_bias": ((False,), "attention biases are not supported"),
-        "rope_scaling": ((), "only plain RoPE is supported"),
-        "rope_parameters.rope_type": (("default",), "only plain RoPE is supported"),
-        "quantization_config": ((), "quantised weights are not supported"),
-        "use_sliding_window": ((False,), "sliding windows are not supported"),
-    }
-    for key, (allowed, why) in refused.items():
+TARGET_FORMS = ("qwen3", "qwen2", "llama")
+# key: the values that leave a target what is computed here, and why no other value may pass.
+TARGET_REFUSED: dict[str, tuple[tuple, str]] = {
+    "hidden_act": (("silu",), "only silu is supported"),
+    "mlp_bias": ((False,), "biases in the MLP are not supported"),
+    "partial_rotary_factor": ((1,), "RoPE of a part of the channels is not supported in targets"),
+    "quantization_config": ((), "quantised weights are not supported"),
+    "use_sliding_window": ((False,), "sliding windows are not supported in targets"),
+    "num_experts": ((0,), "mixtures of experts are not supported"),
+    "num_local_experts": ((0,), "mixtures of experts are not supported"),
+}
+
+
+def _check_target(keys: Keys) -> None:
+    """Refuse a target that computes something else. Raises InputError naming the key."""
+    _, kind = keys.find("model_type")
+    if kind not in TARGET_FORMS:
+        raise keys.error(f"key 'model_type' is {show(kind)}; targets can be one of {', '.join(TARGET_FORMS)}")
+    for key, (allowed, why) in TARGET_REFUSED.items():
         if (value := keys.find(key)[1]) is not None and value not in allowed:
             raise keys.error(f"key {key!r} is {show(value)}: {why}")
     for kind in keys.get("layer_types", list, ()):
         if kind != "full_attention":
-            raise keys.error(f"key 'layer_types' holds {show(kind)}; only full_attention is supported")
+            raise keys.error(f"key 'layer_types' holds {show(kind)}; only full_attention is supported in targets")
+
+
+def _target_geometry(keys: Keys) -> Geometry:
+    """Sizes and parts of the layers. Qwen2 has biases on q, k and v whatever its file says, Qwen3 alone has QK norms."""
+    hidden_size, num_heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
+    form = keys.get("model_type", str)
     geometry = Geometry(
         hidden_size=hidden_size,
         num_layers=keys.positive("num_hidden_layers"),
@@ -227,23 +266,37 @@ def _target_geometry(keys: Keys) -> Geometry:
         head_dim=keys.positive("head_dim", _head_dim(keys, hidden_size, num_heads)),
         intermediate_size=keys.positive("intermediate_size"),
         rms_norm_eps=keys.get("rms_norm_eps", float),
-        rope_theta=keys.get("rope_parameters.rope_theta" if "rope_theta" in rope else "rope_theta", float),
+        rope_theta=1.0,
         vocab_size=keys.positive("vocab_size"),
         max_position_embeddings=keys.positive("max_position_embeddings"),
+        attention_bias=True if form == "qwen2" else keys.get("attention_bias", bool, False),
+        output_bias=form != "qwen2",
+        qk_norm=form == "qwen3",
     )
     return _checked_geometry(keys, geometry)
 
 
+def _eos_token_ids(keys: Keys, vocab_size: int) -> tuple[int, ...]:
+    _, value = keys.find("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(i) is not int or not 0 <= i < vocab_size for i in ids):
+        raise keys.error(f"key 'eos_token_id' is {show(value)}; expected ids below vocab_size={vocab_size}")
+    return tuple(dict.fromkeys(ids))
+
+
 def parse_target_config(raw: dict, source: str = "config.json") -> TargetConfig:
-    """A target's configuration in the published Qwen3 form; `source` names the file in errors. Raises InputError."""
-    keys = Keys(raw, source)
-    if raw.get("model_type") != "qwen3":
-        raise keys.error(f"key 'model_type' is {show(raw.get('model_type'))}; only qwen3 targets are supported")
+    """A target's configuration in the published Qwen3, Qwen2 or Llama form; `source` names the file in errors. Raises
+    InputError."""
+    keys = FormKeys(raw, source, form="target")
+    _check_target(keys)
+    geometry = _target_geometry(keys)
+    rope = forms.target_rope(keys, geometry.head_dim, geometry.max_position_embeddings)
     return TargetConfig(
-        geometry=_target_geometry(keys),
+        geometry=replace(geometry, rope_theta=rope.theta),
         tie_word_embeddings=keys.get("tie_word_embeddings", bool, False),
-        eos_token_id=raw.get("eos_token_id"),
-        dtype=keys.get("dtype", str, "bfloat16"),
+        eos_token_ids=_eos_token_ids(keys, keys.positive("vocab_size")),
+        dtype=_dtype(keys, "dtype", "torch_dtype"),
+        scaled_rope=None if rope.type == "default" else rope,
     )
 
 

@@ -1,4 +1,4 @@
-"""One Qwen3 decoder layer as pure functions; drafter and target share it.
+"""One decoder layer (Qwen3, Qwen2, Llama) as pure functions; drafter and target share it.
 
 B requests, T rows of one request, D model width, N query heads, K KV heads, H head dim, F MLP width.
 """
@@ -23,8 +23,8 @@ Pool = TypeVar("Pool")
 
 class LayerWeights(NamedTuple):
     """One layer as few arrays: `qkv [D, (N+2K)H]`, `o_proj [NH, D]`, `gate_up [D, 2F]`, `down [F, D]` and
-    `norms [2D+2H]`, which holds input, post-attention, query and key norm end to end; `qkv_bias` and `o_bias` where
-    attention has biases.
+    `norms [2D+2H]`, which holds input, post-attention, query and key norm end to end (`[2D]` without QK norms); `qkv_bias`
+    and `o_bias` where attention has them.
 
     Matrices are `[in, out]`, the transpose of a checkpoint's: on a CPU a product of 2 to 16 rows takes half as long.
     """
@@ -48,12 +48,17 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) ->
 def inverse_frequencies(rope: Rope) -> np.ndarray:
     """The angle of each channel pair at position 1, float64 `[rotary_dim/2]`: theta^(-2j/rotary_dim) (Su et al. 2021).
     YaRN (Peng et al. 2023, section 3.2; transformers' rounding) divides it by `factor` for pairs that turn less than
-    `beta_slow` times in the original positions, keeps it where more than `beta_fast` times, and ramps between."""
+    `beta_slow` times in the original positions, keeps it where more than `beta_fast` times, and ramps between.
+    Llama 3.1 does so between `low_freq_factor` and `high_freq_factor` turns, with a ramp in the number of turns."""
     R, original = rope.rotary_dim, rope.original_max_position_embeddings
     inv_freq = rope.theta ** -(np.arange(0, R, 2, dtype=np.float64) / R)
     if rope.type == "default":
         return inv_freq
     assert original is not None
+    if rope.type == "llama3":
+        turns = original * inv_freq / math.tau
+        kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+        return inv_freq * kept + inv_freq / rope.factor * (1 - kept)
 
     def pair_that_turns(times: float) -> float:
         return R * math.log(original / (times * math.tau)) / (2 * math.log(rope.theta))
@@ -103,12 +108,13 @@ def decoder_layer(
     """Attention and MLP with their residuals. `attend(pool, q, k, v) -> (pool, o)` stores K/V and reads them;
     `tap` sees what `taps.py` lists of a layer."""
     D, H, N, K = geometry.hidden_size, geometry.head_dim, geometry.num_heads, geometry.num_kv_heads
-    input_norm, post_norm, q_norm, k_norm = jnp.split(weights.norms, [D, 2 * D, 2 * D + H])
+    input_norm, post_norm, *qk_norms = jnp.split(weights.norms, [D, 2 * D, 2 * D + H][: 3 if geometry.qk_norm else 1])
     with jax.named_scope("attention"):
         qkv = linear(tap("n1", rms_norm(x, input_norm, geometry.rms_norm_eps)), weights.qkv, weights.qkv_bias)
         q, k, v = jnp.split(qkv.reshape(*x.shape[:-1], N + 2 * K, H), [N, N + K], axis=-2)
-        q = tap("q", apply_rope(rms_norm(q, q_norm, geometry.rms_norm_eps), table))
-        k = tap("k", apply_rope(rms_norm(k, k_norm, geometry.rms_norm_eps), table))
+        if geometry.qk_norm:
+            q, k = (rms_norm(x, norm, geometry.rms_norm_eps) for x, norm in zip((q, k), qk_norms, strict=True))
+        q, k = tap("q", apply_rope(q, table)), tap("k", apply_rope(k, table))
         pool, o = attend(pool, q, k, tap("v", v))
         o = tap("attn", o).reshape(*x.shape[:-1], N * H)
         x = tap("post_attention", add(x, linear(o, weights.o_proj, weights.o_bias)))

@@ -27,13 +27,14 @@ class Weight(nnx.Module):
 
 class SelfAttention(nnx.Module):
     def __init__(self, g: Geometry, **kw):
-        heads, kv_heads, bias = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim, g.attention_bias
-        self.q_proj = Weight(heads, g.hidden_size, bias=bias, **kw)
-        self.k_proj = Weight(kv_heads, g.hidden_size, bias=bias, **kw)
-        self.v_proj = Weight(kv_heads, g.hidden_size, bias=bias, **kw)
-        self.o_proj = Weight(g.hidden_size, heads, bias=bias, **kw)
-        self.q_norm = Weight(g.head_dim, **kw)
-        self.k_norm = Weight(g.head_dim, **kw)
+        heads, kv_heads = g.num_heads * g.head_dim, g.num_kv_heads * g.head_dim
+        self.q_proj = Weight(heads, g.hidden_size, bias="q" in g.biased, **kw)
+        self.k_proj = Weight(kv_heads, g.hidden_size, bias="k" in g.biased, **kw)
+        self.v_proj = Weight(kv_heads, g.hidden_size, bias="v" in g.biased, **kw)
+        self.o_proj = Weight(g.hidden_size, heads, bias="o" in g.biased, **kw)
+        if g.qk_norm:
+            self.q_norm = Weight(g.head_dim, **kw)
+            self.k_norm = Weight(g.head_dim, **kw)
 
 
 class MLP(nnx.Module):

@@ -27,6 +27,8 @@ SPELLINGS = (
     ("midlayer.", "layers.0."),
 )
 IGNORED = re.compile(r"(t2d|verifier_[^.]+(\.weight)?)")  # the inverse of d2t, and copies of the target's
+# Of targets: frequencies that old Llama files store, and the embedding's copy that a tied one may bring.
+TARGET_IGNORED = re.compile(r"(model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq|lm_head\.weight)")
 FUSED = re.compile(r"(layers\.\d+\.self_attn\.)qkv_proj\.(weight|bias)")
 # Tensors without which a drafter is another function, and a file that is the same.
 GATES = {
@@ -49,15 +51,13 @@ def _layer_tensors(geometry: Geometry, prefix: str) -> Shapes:
         "self_attn.k_proj.weight": (KH, D),
         "self_attn.v_proj.weight": (KH, D),
         "self_attn.o_proj.weight": (D, NH),
-        "self_attn.q_norm.weight": (H,),
-        "self_attn.k_norm.weight": (H,),
+        **({"self_attn.q_norm.weight": (H,), "self_attn.k_norm.weight": (H,)} if geometry.qk_norm else {}),
         "post_attention_layernorm.weight": (D,),
         "mlp.gate_proj.weight": (F, D),
         "mlp.up_proj.weight": (F, D),
         "mlp.down_proj.weight": (D, F),
     }
-    if geometry.attention_bias:
-        one_layer |= {f"self_attn.{p}_proj.bias": one_layer[f"self_attn.{p}_proj.weight"][:1] for p in "qkvo"}
+    one_layer |= {f"self_attn.{p}_proj.bias": one_layer[f"self_attn.{p}_proj.weight"][:1] for p in geometry.biased}
     return {
         f"{prefix}layers.{layer}.{name}": shape
         for layer in range(geometry.num_layers)
@@ -89,7 +89,7 @@ def vocabulary_tensors(config: DraftConfig) -> tuple[Shapes, Shapes]:
 
 
 def target_tensors(config: TargetConfig) -> Shapes:
-    """Every tensor of a Qwen3 target; a tied one has no LM head of its own."""
+    """Every tensor of a target; a tied one has no LM head of its own."""
     D, V = config.geometry.hidden_size, config.vocab_size
     head = {} if config.tie_word_embeddings else {"lm_head.weight": (V, D)}
     return {
@@ -144,7 +144,7 @@ class Match:
 
 def match(stored: Iterable[Stored], expected: Shapes, optional: Shapes | None = None) -> Match:
     """Find each tensor of the tables among the stored ones. With `optional`, even an empty one, a drafter's spellings are
-    understood: prefixes, fused projections, and copies of the target's that are left alone."""
+    understood: prefixes, fused projections, and copies of the target's that are left alone; without, a target's."""
     result, table = Match(), expected | (optional or {})
     found: dict[str, Source] = {}
     for tensor in stored:
@@ -153,7 +153,7 @@ def match(stored: Iterable[Stored], expected: Shapes, optional: Shapes | None = 
         if optional is not None and fused is not None:
             parts = [f"{fused[1]}{p}_proj.{fused[2]}" for p in "qkv"]
         if any(part not in table for part in parts):
-            if optional is None or not IGNORED.fullmatch(name):
+            if not (TARGET_IGNORED if optional is None else IGNORED).fullmatch(name):
                 result.unclaimed.append(tensor)
             continue
         shape = (sum(table[part][0] for part in parts), *table[parts[0]][1:])

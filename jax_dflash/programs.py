@@ -200,7 +200,7 @@ class Programs:
             for rows in buckets
         ]
         jobs = steps + contexts
-        with _progress(progress) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+        with progress_bar(progress) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
             task = bar.add_task("Capturing draft programs", total=len(jobs), last="")
             done = []
             for job, future in [(job, pool.submit(job.compile)) for job in jobs]:
@@ -242,7 +242,8 @@ class Programs:
         return self.contexts[rows](self._leaves, state, features, ints)
 
 
-def _progress(enabled: bool) -> Progress:
+def progress_bar(enabled: bool) -> Progress:
+    """The bar of a capture, on stderr; its field `last` says what was captured last."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=12),

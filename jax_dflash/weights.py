@@ -72,6 +72,12 @@ def _from_shards(fused: Array, rows: list[int], shards: int) -> list[Array]:
     return [part.reshape(-1, *fused.shape[1:]) for part in split]
 
 
+def _norms(geometry: Geometry) -> tuple[str, ...]:
+    """The norms of a layer in the order of `LayerWeights.norms`."""
+    qk_norms = ("self_attn.q_norm", "self_attn.k_norm") if geometry.qk_norm else ()
+    return ("input_layernorm", "post_attention_layernorm", *qk_norms)
+
+
 def pack_layers(
     values: dict[str, Array], geometry: Geometry, prefix: str = "", shards: int = 1
 ) -> tuple[LayerWeights, ...]:
@@ -84,15 +90,14 @@ def pack_layers(
         def fused(kind):
             return _by_shard([get(f"self_attn.{p}_proj", kind) for p in "qkv"], shards)
 
-        norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
         return LayerWeights(
-            norms=jnp.concatenate([get(name) for name in norms]),
+            norms=jnp.concatenate([get(name) for name in _norms(geometry)]),
             qkv=fused("weight").T,
             o_proj=get("self_attn.o_proj").T,
             gate_up=_by_shard([get("mlp.gate_proj"), get("mlp.up_proj")], shards).T,
             down=get("mlp.down_proj").T,
-            qkv_bias=fused("bias") if geometry.attention_bias else None,
-            o_bias=get("self_attn.o_proj", "bias") if geometry.attention_bias else None,
+            qkv_bias=fused("bias") if "q" in geometry.biased else None,
+            o_bias=get("self_attn.o_proj", "bias") if "o" in geometry.biased else None,
         )
 
     return tuple(pack(layer) for layer in range(geometry.num_layers))
@@ -106,8 +111,8 @@ def unpack_layers(
     NH, KH = geometry.num_heads * H, geometry.num_kv_heads * H
     values = {}
     for layer, w in enumerate(layers):
-        names = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
-        parts = jnp.split(w.norms, [D, 2 * D, 2 * D + H])
+        names = [*_norms(geometry)]
+        parts = jnp.split(w.norms, [D, 2 * D, 2 * D + H][: len(names) - 1])
         names += [f"self_attn.{p}_proj" for p in "qkvo"] + ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
         parts += [
             *_from_shards(w.qkv.T, [NH, KH, KH], shards),
@@ -116,7 +121,8 @@ def unpack_layers(
             w.down.T,
         ]
         values |= {f"{prefix}layers.{layer}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
-        if w.qkv_bias is not None and w.o_bias is not None:
-            biases = zip("qkvo", [*_from_shards(w.qkv_bias, [NH, KH, KH], shards), w.o_bias], strict=True)
+        if w.qkv_bias is not None:
+            # Where o has no bias, "qkv" ends before its None.
+            biases = zip(geometry.biased, [*_from_shards(w.qkv_bias, [NH, KH, KH], shards), w.o_bias], strict=False)
             values |= {f"{prefix}layers.{layer}.self_attn.{p}_proj.bias": bias for p, bias in biases}
     return values

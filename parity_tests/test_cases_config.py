@@ -56,12 +56,20 @@ def test_the_layer_list_is_never_guessed(num_target_layers):
 
 
 OF_TARGETS = {
-    "C15 attention bias": ({"attention_bias": True}, "attention_bias"),
+    "C15 MLP bias": ({"mlp_bias": True}, "mlp_bias"),
+    "other layers": ({"model_type": "gemma3_text"}, "model_type"),
+    "experts": ({"model_type": "qwen3_moe", "num_experts": 128}, "model_type"),
+    "experts under a known type": ({"num_experts": 128}, "num_experts"),
+    "experts as in Mixtral": ({"num_local_experts": 8}, "num_local_experts"),
     "C17 quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-    "C21 yarn": ({"rope_scaling": {"rope_type": "yarn", "factor": 64.0}}, "rope_scaling"),
-    "C21 yarn in rope_parameters": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_parameters.rope_type"),
+    "C21 yarn without factor": ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor"),
+    "C21 llama3 without a range": ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor"),
+    "C21 llama3 of an empty range": (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4, "high_freq_factor": 4}},
+        "rope_parameters.high_freq_factor",
+    ),
+    "C21 half of the channels": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "C21 unknown in rope_parameters": ({"rope_parameters": {"rope_type": "spiral"}}, "rope_parameters.rope_type"),
-    "C24 theta in rope_scaling": ({"rope_scaling": {"rope_theta": 5e5}}, "rope_scaling"),
     "C24 no theta": ({"rope_theta": None}, "rope_theta"),
     "C24 a dict without theta": ({"rope_theta": None, "rope_parameters": {"rope_type": "default"}}, "rope_theta"),
     "C25, C32 a sliding layer": ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
@@ -69,6 +77,8 @@ OF_TARGETS = {
     "C82 gelu": ({"hidden_act": "gelu"}, "hidden_act"),
     "C82 tanh gelu": ({"hidden_act": "gelu_pytorch_tanh"}, "hidden_act"),
     "heads": ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+    "an end outside the vocabulary": ({"eos_token_id": [5, 99]}, "eos_token_id"),
+    "a dtype": ({"torch_dtype": "int8"}, "torch_dtype"),
 }  # fmt: skip
 
 

@@ -17,8 +17,6 @@ import torch_ref.engine
 from jax_dflash.batch import EngineConfig, RequestTable
 from jax_dflash.config import InputError, plain_rope
 from jax_dflash.names import draft_tensors, target_tensors
-from jax_dflash.target import TargetRunner
-from jax_dflash.target import pack as pack_target
 from parity_tests.engines import (
     CONFIG,
     KINDS,
@@ -294,11 +292,9 @@ def test_every_number_of_live_requests(kind, num_live):
 def test_target_and_draft_pools_keep_their_dtypes(f):
     """C18: the draft pool made in the target's dtype, or the other way round, and left so by a construction that fails."""
     engines = {"jax": jax_dflash.engine, "torch": torch_ref.engine}
-    if f.name == "jax":
-        weights = pack_target(f.tree(random_values(target_tensors(TARGET))), TARGET)
-        target = TargetRunner(TARGET, weights, taps=(), max_num_seqs=1, max_model_len=32, widths=(1,)).pool
-    else:
-        target = f.pool(f.kv_cache.pool_shape(TARGET.geometry, 3, 4))
+    weights = f.target.pack(f.tree(random_values(target_tensors(TARGET))), TARGET)
+    sizes = {"num_speculative_tokens": 0, "max_num_seqs": 1, "max_model_len": 32, "num_pages": 3}
+    target = f.target_runner.TargetRunner(TARGET, weights, taps=(), widths=(1,), **sizes).pool
     make = {"max_num_seqs": 2, "max_model_len": 32, "page_size": 4}
     draft = engines[f.name].DraftEngine(CONFIG, weights_of(f.name, "bfloat16"), **make)
     for attempt in range(2):

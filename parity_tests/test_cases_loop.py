@@ -1,9 +1,13 @@
 """cases.md, the greedy loop around a target: what is accepted, emitted and handed to the drafter. Framework-free."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 from jax_dflash.greedy_loop import GreedyLoop
+from jax_dflash.target_batch import TargetOutput
+from jax_dflash.target_runner import greedy_verify
 from parity_tests.engines import CONFIG, features, make_engine, one_thread, step_for
 from parity_tests.tiny import numpy
 
@@ -12,18 +16,24 @@ MASK = 7
 
 
 class ScriptedTarget:
-    """A target whose next tokens are written down, call by call, row by row."""
-
-    max_num_seqs = 1
+    """A target whose next tokens are written down, call by call, row by row, behind the real verification."""
 
     def __init__(self, *calls: list[int]):
         self.calls, self.inputs = list(calls), []
+        self.limits = SimpleNamespace(max_num_seqs=1, table_width=2)
 
-    def run(self, rows, starts, tokens):
-        self.inputs.append((list(starts), [list(each) for each in tokens]))
-        own = np.array(self.calls.pop(0), np.int32)
-        assert len(own) == len(tokens[0])
-        return [own], np.arange(len(own), dtype=np.float32)[:, None]
+    def run(self, batch):
+        self.inputs.append((list(batch.start), [list(each) for each in batch.tokens]))
+        (rows,), (num_drafts,), own = batch.tokens, batch.num_drafts, self.calls.pop(0)
+        assert len(own) == len(rows)
+        verified = len(rows) - 1 - num_drafts
+        tokens, num_sampled = greedy_verify(
+            np.eye(10, dtype=np.float32)[own[verified:]][None],
+            np.array([rows[verified + 1 :]], np.int32),
+            np.array([num_drafts]),
+        )
+        features = np.arange(len(own), dtype=np.float32)[:, None]
+        return TargetOutput(tokens=np.asarray(tokens), num_sampled=np.asarray(num_sampled), features=features)
 
 
 def columns(step):
@@ -35,7 +45,7 @@ def test_acceptance_arithmetic():
     """Drafts [4, 5, 6] against the target's [4, 5, 9, 8]: a bonus token from the wrong row, rejected rows counted as
     context, an anchor that was not emitted."""
     target = ScriptedTarget([0, 3], [4, 5, 9, 8], [1, 1])
-    loop = GreedyLoop(target, [[1, 2]], max_new_tokens=20, chunk=8, eos=None)
+    loop = GreedyLoop(target, [[1, 2]], max_new_tokens=20, chunk=8, eos=())
     loop.advance()
     step = loop.live[0]
     assert step.generated == [3]
@@ -54,7 +64,7 @@ def test_acceptance_arithmetic():
 def test_a_real_token_that_equals_the_mask_id_stays():
     """C11: the unwritten tail taken away by value instead of by length. The mask id is in the prompt and in the output."""
     target = ScriptedTarget([0, 0, 0, 3], [MASK, 5, 1])
-    loop = GreedyLoop(target, [[1, MASK, 2, MASK]], max_new_tokens=3, chunk=8, eos=None)
+    loop = GreedyLoop(target, [[1, MASK, 2, MASK]], max_new_tokens=3, chunk=8, eos=())
     loop.advance()
     loop.live[0].drafts = [MASK, 5]
     loop.advance()
@@ -71,7 +81,7 @@ def test_a_real_token_that_equals_the_mask_id_stays():
 ])  # fmt: skip
 def test_the_first_rejection_ends_the_step(drafts, own, emitted):
     """Drafts accepted behind a rejected one because they happen to match, or a full block without its bonus token."""
-    loop = GreedyLoop(ScriptedTarget([3], own), [[1]], max_new_tokens=20, chunk=8, eos=None)
+    loop = GreedyLoop(ScriptedTarget([3], own), [[1]], max_new_tokens=20, chunk=8, eos=())
     loop.advance()
     loop.live[0].drafts = drafts
     made = loop.advance().step
@@ -82,7 +92,7 @@ def test_the_first_rejection_ends_the_step(drafts, own, emitted):
 
 def test_an_end_token_among_accepted_drafts_ends_the_answer():
     """Text behind the end token, accepted in the same step."""
-    loop = GreedyLoop(ScriptedTarget([3], [4, 0, 6, 8]), [[1]], max_new_tokens=20, chunk=8, eos=0)
+    loop = GreedyLoop(ScriptedTarget([3], [4, 0, 6, 8]), [[1]], max_new_tokens=20, chunk=8, eos=(0, 5))
     loop.advance()
     loop.live[0].drafts = [4, 0, 6]
     made = loop.advance()

@@ -520,13 +520,12 @@ def test_the_vocabulary_of_a_pair():
 
 
 def test_target_configurations(tmp_path):
-    """A target with windows or another RoPE taken for a plain one."""
+    """A target with windows or another activation taken for a plain one."""
     raw = zlab(layer_types=[F, F, F])
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert load_target_config(tmp_path).vocab_size == 40
     for changes in (
-        {"rope_scaling": YARN},
-        {"attention_bias": True},
+        {"mlp_bias": True},
         {"layer_types": [S, F, F]},
         {"hidden_act": "gelu"},
     ):

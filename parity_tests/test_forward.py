@@ -165,7 +165,7 @@ def test_features_are_hidden_states_after_the_named_layers(f):
         hidden_size=1, num_layers=4, num_heads=1, num_kv_heads=1, head_dim=2, intermediate_size=1, rms_norm_eps=0.0,
         rope_theta=1e4, vocab_size=1, max_position_embeddings=8,
     )  # fmt: skip
-    config = TargetConfig(geometry=geometry, tie_word_embeddings=True, eos_token_id=None, dtype="float32")
+    config = TargetConfig(geometry=geometry, tie_word_embeddings=True, dtype="float32")
     values = {name: np.ones(shape, np.float32) for name, shape in target_tensors(config).items()}
     for layer in range(4):
         values[f"model.layers.{layer}.self_attn.o_proj.weight"][:] = 0

@@ -42,7 +42,6 @@ WINDOWED = replace(
 TARGET = TargetConfig(
     geometry=replace(GEOMETRY, num_layers=5, num_heads=4, num_kv_heads=2, head_dim=6),
     tie_word_embeddings=False,
-    eos_token_id=None,
     dtype="float32",
 )
 

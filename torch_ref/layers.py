@@ -1,4 +1,4 @@
-"""One Qwen3 decoder layer as pure functions; drafter and target share it.
+"""One decoder layer (Qwen3, Qwen2, Llama) as pure functions; drafter and target share it.
 
 B requests, T rows of one request, D model width, N query heads, K KV heads, H head dim, F MLP width.
 """
@@ -24,8 +24,8 @@ Pool = TypeVar("Pool")
 
 class LayerWeights(NamedTuple):
     """One layer as few arrays: `qkv [(N+2K)H, D]`, `o_proj [D, NH]`, `gate_up [2F, D]`, `down [D, F]` and
-    `norms [2D+2H]`, which holds input, post-attention, query and key norm end to end; `qkv_bias` and `o_bias` where
-    attention has biases."""
+    `norms [2D+2H]`, which holds input, post-attention, query and key norm end to end (`[2D]` without QK norms); `qkv_bias`
+    and `o_bias` where attention has them."""
 
     norms: Tensor
     qkv: Tensor
@@ -45,12 +45,17 @@ def rms_norm(x: Float[Tensor, "... D"], weight: Float[Tensor, "D"], eps: float) 
 def inverse_frequencies(rope: Rope) -> np.ndarray:
     """The angle of each channel pair at position 1, float64 `[rotary_dim/2]`: theta^(-2j/rotary_dim) (Su et al. 2021).
     YaRN (Peng et al. 2023, section 3.2; transformers' rounding) divides it by `factor` for pairs that turn less than
-    `beta_slow` times in the original positions, keeps it where more than `beta_fast` times, and ramps between."""
+    `beta_slow` times in the original positions, keeps it where more than `beta_fast` times, and ramps between.
+    Llama 3.1 does so between `low_freq_factor` and `high_freq_factor` turns, with a ramp in the number of turns."""
     R, original = rope.rotary_dim, rope.original_max_position_embeddings
     inv_freq = rope.theta ** -(np.arange(0, R, 2, dtype=np.float64) / R)
     if rope.type == "default":
         return inv_freq
     assert original is not None
+    if rope.type == "llama3":
+        turns = original * inv_freq / math.tau
+        kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+        return inv_freq * kept + inv_freq / rope.factor * (1 - kept)
 
     def pair_that_turns(times: float) -> float:
         return R * math.log(original / (times * math.tau)) / (2 * math.log(rope.theta))
@@ -106,12 +111,13 @@ def decoder_layer(
     """Attention and MLP with their residuals. `attend(pool, q, k, v) -> (pool, o)` stores K/V and reads them;
     `tap` sees what `taps.py` lists of a layer."""
     D, H, N, K = geometry.hidden_size, geometry.head_dim, geometry.num_heads, geometry.num_kv_heads
-    input_norm, post_norm, q_norm, k_norm = weights.norms.split([D, D, H, H])
+    input_norm, post_norm, *qk_norms = weights.norms.split([D, D, H, H] if geometry.qk_norm else [D, D])
 
     qkv = linear(tap("n1", rms_norm(x, input_norm, geometry.rms_norm_eps)), weights.qkv, weights.qkv_bias)
     q, k, v = qkv.unflatten(-1, (N + 2 * K, H)).split([N, K, K], dim=-2)
-    q = tap("q", apply_rope(rms_norm(q, q_norm, geometry.rms_norm_eps), table))
-    k = tap("k", apply_rope(rms_norm(k, k_norm, geometry.rms_norm_eps), table))
+    if geometry.qk_norm:
+        q, k = (rms_norm(x, norm, geometry.rms_norm_eps) for x, norm in zip((q, k), qk_norms, strict=True))
+    q, k = tap("q", apply_rope(q, table)), tap("k", apply_rope(k, table))
     pool, o = attend(pool, q, k, tap("v", v))
     o = tap("attn", o).flatten(-2)
     x = tap("post_attention", add(x, linear(o, weights.o_proj, weights.o_bias)))

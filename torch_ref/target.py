@@ -1,4 +1,5 @@
-"""The simple target: a Qwen3 language model over the same paged pool, with its hidden states at the drafter's taps.
+"""The simple target: a Qwen3, Qwen2 or Llama language model over the same paged pool, with its hidden states at the
+drafter's taps.
 
 B requests, T rows of one request, D model width, E taps, V vocabulary.
 """
@@ -10,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from jax_dflash.config import TargetConfig, load_target_config, plain_rope
+from jax_dflash.config import TargetConfig, load_target_config
 from jax_dflash.names import target_tensors
 from torch_ref.drafter import Attend
 from torch_ref.layers import LayerWeights, Pool, decoder_layer, rms_norm, rope_table
@@ -29,7 +30,7 @@ class Decoder(nn.Module):
 
 
 class Target(nn.Module):
-    """The parameters of a Qwen3 language model under their checkpoint names."""
+    """The parameters of a language model under their checkpoint names."""
 
     def __init__(self, config: TargetConfig, *, generator: torch.Generator | None = None, dtype: torch.dtype):
         super().__init__()
@@ -87,7 +88,7 @@ def target_forward(
     """
     x = x_BTD
     states = [x]
-    table = rope_table(positions_BT, plain_rope(config.geometry), x.dtype)
+    table = rope_table(positions_BT, config.rope, x.dtype)
     for layer, layer_weights in enumerate(weights.layers):
 
         def attend_layer(pool, q, k, v, layer=layer):

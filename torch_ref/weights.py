@@ -58,6 +58,12 @@ def _save_file(target: Path, values: dict[str, Tensor]) -> None:
     os.replace(partial, target)
 
 
+def _norms(geometry: Geometry) -> tuple[str, ...]:
+    """The norms of a layer in the order of `LayerWeights.norms`."""
+    qk_norms = ("self_attn.q_norm", "self_attn.k_norm") if geometry.qk_norm else ()
+    return ("input_layernorm", "post_attention_layernorm", *qk_norms)
+
+
 def pack_layers(values: dict[str, Tensor], geometry: Geometry, prefix: str = "") -> tuple[LayerWeights, ...]:
     """Each layer as `LayerWeights`."""
 
@@ -68,15 +74,14 @@ def pack_layers(values: dict[str, Tensor], geometry: Geometry, prefix: str = "")
         def fused(kind):
             return torch.cat([get(f"self_attn.{p}_proj", kind) for p in "qkv"])
 
-        norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm")
         return LayerWeights(
-            norms=torch.cat([get(name) for name in norms]),
+            norms=torch.cat([get(name) for name in _norms(geometry)]),
             qkv=fused("weight"),
             o_proj=get("self_attn.o_proj"),
             gate_up=torch.cat([get("mlp.gate_proj"), get("mlp.up_proj")]),
             down=get("mlp.down_proj"),
-            qkv_bias=fused("bias") if geometry.attention_bias else None,
-            o_bias=get("self_attn.o_proj", "bias") if geometry.attention_bias else None,
+            qkv_bias=fused("bias") if "q" in geometry.biased else None,
+            o_bias=get("self_attn.o_proj", "bias") if "o" in geometry.biased else None,
         )
 
     return tuple(pack(layer) for layer in range(geometry.num_layers))
@@ -88,12 +93,13 @@ def unpack_layers(layers: tuple[LayerWeights, ...], geometry: Geometry, prefix: 
     NH, KH = geometry.num_heads * H, geometry.num_kv_heads * H
     values = {}
     for layer, w in enumerate(layers):
-        names = ["input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm"]
-        parts = [*w.norms.split([D, D, H, H])]
+        names = [*_norms(geometry)]
+        parts = [*w.norms.split([D, D, H, H][: len(names)])]
         names += [f"self_attn.{p}_proj" for p in "qkvo"] + ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
         parts += [*w.qkv.split([NH, KH, KH]), w.o_proj, *w.gate_up.split([F, F]), w.down]
         values |= {f"{prefix}layers.{layer}.{name}.weight": part for name, part in zip(names, parts, strict=True)}
-        if w.qkv_bias is not None and w.o_bias is not None:
-            biases = zip("qkvo", [*w.qkv_bias.split([NH, KH, KH]), w.o_bias], strict=True)
+        if w.qkv_bias is not None:
+            # Where o has no bias, "qkv" ends before its None.
+            biases = zip(geometry.biased, [*w.qkv_bias.split([NH, KH, KH]), w.o_bias], strict=False)
             values |= {f"{prefix}layers.{layer}.self_attn.{p}_proj.bias": bias for p, bias in biases}
     return values
