@@ -36,7 +36,7 @@ def random_bits(
         return threefry_2x32((seed, position), jnp.concatenate([ids, jnp.zeros_like(ids)]))[:num_ids]
 
     # JAX 0.10 compiles the hash on a CPU only for key words of one shape.
-    keys = jnp.broadcast_arrays(seeds.astype(jnp.uint32), positions.astype(jnp.uint32) + jnp.uint32(stream))
+    keys = jnp.broadcast_arrays(seeds.astype(jnp.uint32), (positions + stream.value).astype(jnp.uint32))
     return jnp.vectorize(row, signature="(),()->(v)")(*keys)
 
 

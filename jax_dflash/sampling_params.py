@@ -14,7 +14,7 @@ MIN_TEMPERATURE = 0.01  # below, logits over temperature lose their differences 
 
 
 class Stream(enum.IntEnum):
-    """What a draw is for, as an offset of its position: the two top bits, as positions stay below 2^30.
+    """What a draw is for, as an offset of its position: positions stay below 2^30, so that no two streams meet.
 
     A draft and the token that replaces it are drawn at the same position. From the same noise the replacement would be
     the runner-up of a contest that its own draft won, and the output would not follow the target (vllm-project/vllm#54282,
@@ -23,7 +23,7 @@ class Stream(enum.IntEnum):
 
     TARGET = 0
     DRAFT = 1 << 30
-    ACCEPT = 1 << 31
+    ACCEPT = -(1 << 30)
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,8 @@ KNOWN = [
 @pytest.mark.parametrize("counter, key, answer", KNOWN)
 def test_known_answers_of_threefry(counter, key, answer):
     """A wrong constant, rotation or key injection: still random, but of no known quality and not the other framework's."""
-    words = torch_sampling.threefry_2x32(*(tuple(map(torch.tensor, pair)) for pair in (key, counter)))
-    assert tuple(map(int, words)) == answer
+    pairs = (torch.from_numpy(np.array(pair, np.uint32).view(np.int32)) for pair in (key, counter))
+    assert tuple(int(word) % 2**32 for word in torch_sampling.threefry_2x32(*pairs)) == answer
     assert tuple(map(int, threefry_2x32(tuple(map(jnp.uint32, key)), jnp.array(counter, jnp.uint32)))) == answer
 
 
@@ -128,12 +128,17 @@ def test_bits_are_those_of_seed_position_and_token(f):
     """Bits that depend on the batch, on the vocabulary's size, or on words in another place: token 0 at seed 0, position 0
     is Random123's first answer; padded rows (position -1) give bits too."""
     seeds, positions = f.ints([[0], [5]]), f.ints([[0, -1], [2, 9]])
-    for num_ids in (3, 8):
-        bits = numpy(f.sampling.random_bits(Stream.TARGET, seeds, positions, num_ids))
-        assert bits.shape == (2, 2, num_ids)
-        assert bits[0, 0, 0] == 0x6B200159
-        alone = numpy(f.sampling.random_bits(Stream.TARGET, f.ints([5]), f.ints([9]), 3))
-        assert alone[0].tolist() == bits[1, 1, :3].tolist()
+
+    def draw(seeds, positions):
+        bits = f.sampling.random_bits
+        return [bits(Stream.TARGET, seeds, positions, n) for n in (3, 8)] + [
+            bits(Stream.TARGET, seeds[1], positions[1, 1:], 3)
+        ]
+
+    few, many, alone = map(numpy, f.run(draw, seeds, positions))
+    assert int(few[0, 0, 0]) % 2**32 == 0x6B200159
+    assert few.shape == (2, 2, 3) and many[..., :3].tolist() == few.tolist()
+    assert alone[0].tolist() == few[1, 1].tolist()
 
 
 def test_both_frameworks_draw_the_same_bits():
@@ -142,16 +147,21 @@ def test_both_frameworks_draw_the_same_bits():
     rng = np.random.default_rng(0)
     seeds = np.append(rng.integers(0, 2**31, 40), [0, 2**31 - 1]).astype(np.int32)
     positions = np.append(rng.integers(0, 2**30, 40), [2**30 - 1, 2**30 - 1]).astype(np.int32)
-    for stream in Stream:
-        bits, uniforms, noise = [], [], []
-        for f in FRAMEWORKS.values():
-            place = stream, f.ints(seeds), f.ints(positions), 101
-            dtype = f.numerics.as_dtype("float32")
-            bits.append(numpy(f.sampling.random_bits(*place)).astype(np.int64))
-            uniforms.append(numpy(f.sampling.uniform(*place, dtype)))
-            noise.append(numpy(f.sampling.gumbel(*place, dtype)))
-        assert np.array_equal(*bits) and np.array_equal(*uniforms)
-        np.testing.assert_allclose(*noise, rtol=0, atol=2e-6)
+    found = []
+    for f in FRAMEWORKS.values():
+        dtype = f.numerics.as_dtype("float32")
+
+        def draw(seeds, positions, f=f, dtype=dtype):
+            places = [(stream, seeds, positions, 101) for stream in Stream]
+            bits = [f.sampling.random_bits(*place) for place in places]
+            return bits, *(
+                [draw(*place, dtype) for place in places] for draw in (f.sampling.uniform, f.sampling.gumbel)
+            )
+
+        found.append([np.stack(list(map(numpy, x))) for x in f.run(draw, f.ints(seeds), f.ints(positions))])
+    bits, uniforms, noise = zip(*found, strict=True)
+    assert np.array_equal(*(x.astype(np.int64) % 2**32 for x in bits)) and np.array_equal(*uniforms)
+    np.testing.assert_allclose(*noise, rtol=0, atol=2e-6)
 
 
 def test_streams_differ(f):
@@ -162,7 +172,8 @@ def test_streams_differ(f):
 
 def test_extreme_bits_give_finite_noise(f, monkeypatch):
     """A uniform of 0 or 1 and infinite noise; and a tail cut at 16.6, which tokens of small probability need."""
-    words = np.array([0, 1, 2**31, 2**32 - 1], np.uint32 if f.name == "jax" else np.int64)
+    words = np.array([0, 1, 2**31, 2**32 - 1], np.uint32)
+    words = words if f.name == "jax" else words.view(np.int32)
     monkeypatch.setattr(f.sampling, "random_bits", lambda *place: f.array(words, None))
     dtype = f.numerics.as_dtype("float32")
     u = numpy(f.sampling.uniform(Stream.TARGET, None, None, 4, dtype))
@@ -287,11 +298,12 @@ def test_one_hot_targets_are_followed(f, cached):
 
 def test_ties_take_the_lowest_id(f):
     """T17: ties by chance or by the last id, in drafts and verification; a draft that ties but is not the lowest fails."""
-    logits = np.zeros((2, 2, 5))
+    logits = np.zeros((9, 4, 7))
     logits[:, :, [1, 3]] = 2.0
-    drafts = numpy(f.sampling.sample_drafts(f.floats(logits), f.floats([0, 0]), f.ints([1, 2]), f.ints([[3, 4]] * 2)))
-    assert drafts.tolist() == [[1, 1], [1, 1]]
-    assert rows(*verify(f, logits, [[3], [1]], GREEDY, columns(f, 2, temperature=0.0))) == [[1], [1, 1]]
+    cols, positions = columns(f, 9, temperature=0.0), f.ints(np.zeros((9, 3)))
+    drafts = f.run(f.sampling.sample_drafts, f.floats(logits[:, :3]), cols.temperature, cols.seeds, positions)
+    assert numpy(drafts).tolist() == [[1, 1, 1]] * 9
+    assert rows(*verify(f, logits, [[1, 3, 1]] * 9, GREEDY, cols)) == [[1, 1]] * 9
 
 
 def test_all_nan_logits_stay_in_range(f):
@@ -375,11 +387,15 @@ def test_both_frameworks_sample_the_same_tokens():
             f, N, temperature=np.tile([0.0, 0.6, 1.0], 100), seeds=np.arange(N), top_k=np.arange(N) % 30,
             top_p=np.where(np.arange(N) % 4, 0.83, 1.0), repetition_penalty=np.where(np.arange(N) % 5, 1.0, 1.3),
         )  # fmt: skip
-        rows_NK = f.ints(positions[:, None] + np.arange(K))
-        drafts = numpy(f.run(f.sampling.sample_drafts, f.floats(q), cols.temperature, cols.seeds, rows_NK))
-        more = {"num_drafts": num_drafts, "positions": positions, "seen": seen}
-        cached = verify(f, logits, drafts, mode, cols, draft_logits=q, **more)
-        found.append([drafts, *cached, *verify(f, logits, drafts, mode, cols, **more)])
+
+        def step(logits, q, num_drafts, positions, cols, seen, f=f):
+            rows_NK = positions[:, None] + f.ints(np.arange(K))
+            drafts = f.sampling.sample_drafts(q, cols.temperature, cols.seeds, rows_NK)
+            walk = logits, drafts, num_drafts, positions, cols, mode
+            return drafts, *f.sampling.verify(*walk, q, seen), *f.sampling.verify(*walk, None, seen)
+
+        arrays = f.floats(logits), f.floats(q), f.ints(num_drafts), f.ints(positions), cols, bools(f, seen)
+        found.append(list(map(numpy, f.run(step, *arrays))))
     for a, b in zip(*found, strict=True):
         assert np.array_equal(a, b)
     assert set(found[0][2]) == {1, 2, 3, 4}

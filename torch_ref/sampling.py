@@ -17,7 +17,6 @@ from torch_ref.numerics import to_accum
 
 # Half a step above 0, and the step a hair below 2^-32, so that no uniform rounds to 0 or 1 in float32.
 UNIFORM_STEP = 2.0**-32 * (1 - 2.0**-24)
-WORD = 2**32 - 1
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 INFINITY = float("inf")
 
@@ -27,33 +26,40 @@ def greedy(logits: Float[Tensor, "... V"]) -> Int[Tensor, "..."]:
     return torch.argmax(logits, dim=-1).int()
 
 
+def rotate_(words: Int[Tensor, "..."], bits: int) -> Int[Tensor, "..."]:
+    """Rotate int32 words left in place; their right shift fills with the sign."""
+    low = (words >> (32 - bits)).bitwise_and_((1 << bits) - 1)
+    return words.bitwise_left_shift_(bits).bitwise_or_(low)
+
+
 def threefry_2x32(key: tuple[Tensor, Tensor], counter: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Threefry-2x32 in 20 rounds (Salmon et al. 2011, section 4.1). Words are int64 from 0 to 2^32 - 1, as PyTorch has no
-    arithmetic of uint32, and are broadcast."""
+    """Threefry-2x32 in 20 rounds (Salmon et al. 2011, section 4.1). Words are int32, which wraps as uint32 does, and
+    shapes of key and counter are broadcast. In place: with fresh memory for every operation a CPU took seven
+    times as long."""
     keys = (*key, key[0] ^ key[1] ^ 0x1BD11BDA)
-    x, y = (counter[0] + keys[0]) & WORD, (counter[1] + keys[1]) & WORD
+    x, y = counter[0] + keys[0], counter[1] + keys[1]
     for i in range(5):
-        for r in ROTATIONS[i % 2]:
-            x = (x + y) & WORD
-            y = ((y << r) & WORD | y >> (32 - r)) ^ x
-        x = (x + keys[(i + 1) % 3]) & WORD
-        y = (y + keys[(i + 2) % 3] + i + 1) & WORD
+        for bits in ROTATIONS[i % 2]:
+            x += y
+            y = rotate_(y, bits).bitwise_xor_(x)
+        x += keys[(i + 1) % 3]
+        y += keys[(i + 2) % 3] + (i + 1)
     return x, y
 
 
 def random_bits(
     stream: Stream, seeds: Int[Tensor, "*rows"], positions: Int[Tensor, "*rows"], num_ids: int
 ) -> Int[Tensor, "*rows V"]:
-    """32 random bits of each token id below `num_ids`, as int64; seeds and positions are broadcast."""
-    seeds = (seeds.long() & WORD)[..., None]
-    positions = ((positions.long() + stream) & WORD)[..., None]
-    ids = torch.arange(num_ids, device=seeds.device)
+    """32 random bits of each token id below `num_ids`, as int32; seeds and positions are broadcast."""
+    ids = torch.arange(num_ids, dtype=torch.int32, device=seeds.device)
+    seeds, positions = torch.broadcast_tensors(seeds.int()[..., None], positions.int()[..., None] + stream)
     return threefry_2x32((seeds, positions), (ids, torch.zeros_like(ids)))[0]
 
 
 def uniform(stream: Stream, seeds: Tensor, positions: Tensor, num_ids: int, dtype: torch.dtype) -> Tensor:
     """Uniform in (0, 1) `[*rows, V]`, fine near 0: the least is 2^-33, the largest of float32 1 - 2^-24."""
-    return (random_bits(stream, seeds, positions, num_ids).to(dtype) + 0.5) * UNIFORM_STEP
+    bits = random_bits(stream, seeds, positions, num_ids).long() & 0xFFFFFFFF
+    return (bits.to(dtype) + 0.5) * UNIFORM_STEP
 
 
 def gumbel(stream: Stream, seeds: Tensor, positions: Tensor, num_ids: int, dtype: torch.dtype) -> Tensor:
