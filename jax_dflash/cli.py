@@ -105,10 +105,13 @@ def generate(
     device: Annotated[str | None, typer.Option(help="cpu or gpu; default gpu where there is one.")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     num_speculative_tokens: Annotated[int | None, typer.Option(help="Drafts; default all of a block.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Requests at a time; default all prompts, 8 at most.")] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(help="Requests at a time; default all prompts, 8 at most.")
+    ] = None,
     max_model_len: Annotated[int, typer.Option(help="Positions of a request at most.")] = 1024,
     check: Annotated[
-        bool | None, typer.Option(help="Exit 1 unless the text is plain greedy decoding's; default for the builtin pair.")
+        bool | None,
+        typer.Option(help="Exit 1 unless the text is plain greedy decoding's; default for the builtin pair."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line only.")] = False,
     out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.")] = None,

@@ -11,14 +11,13 @@ from typing import Any
 
 import jax
 
-from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import DraftConfig, InputError, TargetConfig, check_pair
 from jax_dflash.decoding import DecodeLoop, DecoderSizes, Generation
 from jax_dflash.device_loop import DeviceLoop
 from jax_dflash.drafter import DraftWeights, load_drafter, pack_drafter
 from jax_dflash.engine import DraftEngine
 from jax_dflash.modules import tensors
-from jax_dflash.sampling_params import SamplingMode, SamplingParams
+from jax_dflash.sampling_params import GREEDY, SamplingMode, SamplingParams
 from jax_dflash.target import TargetWeights, load_target, pack_target
 from jax_dflash.target_runner import TargetRunner
 
@@ -53,7 +52,7 @@ class Decoder:
         page_size: int = 16,
         num_pages: int | None = None,
         chunk: int = 64,
-        mode: SamplingMode = SamplingMode(),
+        mode: SamplingMode = GREEDY,
         scheduled_ks: Sequence[int] = (),
         max_rounds: int = 32,
     ):
@@ -124,8 +123,8 @@ class Decoder:
     ) -> list[Generation]:
         """Continue each prompt; the generations in the order of the prompts. `loop="device"` runs rounds without the host;
         `speculate=False` decodes plainly, one token a step; another `drafter` with the engine's call surface takes its
-        place in the host loop. `generations` is filled at the start, so that who interrupts has the texts so far; the decoder can
-        be used again then. Raises InputError."""
+        place in the host loop. `generations` is filled at the start, so that who interrupts has the texts so far; the
+        decoder can be used again then. Raises InputError."""
         if loop not in LOOPS:
             raise InputError(f"loop={loop!r}: pass one of {', '.join(LOOPS)}")
         decoding = DecodeLoop(

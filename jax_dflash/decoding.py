@@ -338,9 +338,7 @@ class DecodeLoop:
         last = self.max_model_len - 1 - generation.computed  # the target has no row past its last position
         return [generation.tokens[-1], *generation.drafts[:last]]
 
-    def _accept(
-        self, batch: list[Generation], rows: list[list[int]], decode: bool, output: TargetOutput
-    ) -> TargetStep:
+    def _accept(self, batch: list[Generation], rows: list[list[int]], decode: bool, output: TargetOutput) -> TargetStep:
         """Take what the target made of each request's rows; the step as the drafter sees it."""
         columns = np.zeros((len(batch), 6), np.int32)
         for i, (generation, new) in enumerate(zip(batch, rows, strict=True)):

@@ -3,15 +3,14 @@
 N requests of the bucket, K drafts, Q = K + 1 rows of each, R rounds at most, W pages of a table, V vocabulary.
 """
 
-import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.stages import Compiled
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 from rich.console import Console
 from rich.progress import track
 
@@ -23,8 +22,7 @@ from jax_dflash.draft_step import DraftState, draft_step
 from jax_dflash.drafter import DraftWeights
 from jax_dflash.kv_cache import Pool
 from jax_dflash.numerics import COMPILER_OPTIONS
-from jax_dflash.programs import forbid_compiles
-from jax_dflash.sampling_params import SamplingColumns, SamplingMode
+from jax_dflash.sampling_params import GREEDY, SamplingColumns, SamplingMode
 from jax_dflash.target import TargetWeights
 from jax_dflash.target_runner import target_step
 
@@ -92,7 +90,7 @@ class DeviceLoop:
         *,
         ladder: BucketLadder,
         eos_token_ids: tuple[int, ...] = (),
-        mode: SamplingMode = SamplingMode(),
+        mode: SamplingMode = GREEDY,
         max_rounds: int = 32,
     ):
         self.config, self.target_config, self.ladder = config, target_config, ladder
@@ -189,9 +187,7 @@ class DeviceLoop:
         )
         return LoopState(target_pool, draft, requests, rounds, state.round + 1)
 
-    def capture(
-        self, runner: TargetRunner, engine: DraftEngine, *, progress: bool = True
-    ) -> None:
+    def capture(self, runner: TargetRunner, engine: DraftEngine, *, progress: bool = True) -> None:
         """Compile every bucket, largest first; the pools keep their bits."""
         descriptors = self.ladder.capture_order(GraphMode.FULL)
         console = Console(stderr=True)

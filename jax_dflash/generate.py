@@ -65,7 +65,9 @@ class TextStream:
 
     def _text_of(self, generation: Generation, end: int) -> str:
         """What token `end - 1` adds to the text; nothing while it ends inside a character."""
-        settled, shown = self._shown.get(generation.request_id, (max(0, len(generation.prompt) - 8), len(generation.prompt)))
+        settled, shown = self._shown.get(
+            generation.request_id, (max(0, len(generation.prompt) - 8), len(generation.prompt))
+        )
         before = self.tokenizer.decode(generation.tokens[settled:shown], skip_special_tokens=False)
         after = self.tokenizer.decode(generation.tokens[settled:end], skip_special_tokens=False)
         if after.endswith("\ufffd"):
@@ -76,7 +78,9 @@ class TextStream:
     def finish(self, prompts: list[str], generations: list[Generation]) -> None:
         """The end of one text, or all of several."""
         for prompt, generation in zip(prompts, generations, strict=True) if self.several else ():
-            self.console.rule(f"[{generation.request_id + 1}/{len(prompts)}] {generation.finish_reason or 'interrupted'}")
+            self.console.rule(
+                f"[{generation.request_id + 1}/{len(prompts)}] {generation.finish_reason or 'interrupted'}"
+            )
             text = self._kept.get(generation.request_id, Text())
             self.console.print(Text(prompt, style="dim") + text, soft_wrap=True)
         if not self.several:
@@ -100,7 +104,9 @@ def load_decoder(job: GenerateJob):
         return Decoder.load(job.checkpoint, job.target, job.dtype, **sizes)
     from torch_ref.decoder import Decoder
 
-    return Decoder.load(job.checkpoint, job.target, job.dtype, device={"cpu": "cpu", "gpu": "cuda"}[job.device], **sizes)
+    return Decoder.load(
+        job.checkpoint, job.target, job.dtype, device={"cpu": "cpu", "gpu": "cuda"}[job.device], **sizes
+    )
 
 
 def encode(job: GenerateJob) -> list[list[int]]:
@@ -112,7 +118,8 @@ def encode(job: GenerateJob) -> list[list[int]]:
             raise InputError("a prompt is empty; write at least one character")
         if len(ids) >= job.max_model_len:
             raise InputError(
-                f"a prompt of {len(ids)} tokens leaves no room in --max-model-len {job.max_model_len}; shorten it or raise that"
+                f"a prompt of {len(ids)} tokens leaves no room in --max-model-len {job.max_model_len}; "
+                "shorten it or raise that"
             )
         rows.append(ids)
     return rows
@@ -149,7 +156,8 @@ def generate(job: GenerateJob, stream: TextStream | None, capture_progress: bool
     plain_wall = time.perf_counter() - start
     tokens = sum(len(g.generated) for g in found)
     result: dict[str, Any] = {
-        "job": "generate", "ok": True, "pair": job.pair, "framework": job.framework, "loop": job.loop, "device": decoder.device_name,
+        "job": "generate", "ok": True, "pair": job.pair, "framework": job.framework, "loop": job.loop,
+        "device": decoder.device_name,
         "dtype": job.dtype, "num_speculative_tokens": decoder.engine.config.num_speculative_tokens, "prompts": len(prompts),
         "temperature": job.params.temperature, "tau": _rounded(accepted_length(found)), "tokens": tokens,
         "identical_to_target": None, "tokens_per_s": round(tokens / wall, 1), "plain_tokens_per_s": None, "speedup": None,
@@ -196,5 +204,7 @@ def summary(result: dict[str, Any]) -> list[str]:
         lines.append(f"host's share of the time: {100 * result['host_share']:.0f}%")
     if result["identical_to_target"] is not None:
         same = result["identical_to_target"]
-        lines.append("the text is the target's own" if same else "FAULT: the text is not what plain greedy decoding gives")
+        lines.append(
+            "the text is the target's own" if same else "FAULT: the text is not what plain greedy decoding gives"
+        )
     return lines + (["interrupted"] if result["interrupted"] else [])

@@ -53,3 +53,8 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """`x [..., in]` by a packed `weight [in, out]`, plus a bias if there is one, rounded once."""
     y = accum_einsum("...d,df->...f", x, weight)
     return store(y if bias is None else y + to_accum(bias), x.dtype)
+
+
+def from_bits(bits: Array) -> Array:
+    """float32 numbers that travelled as int32."""
+    return lax.bitcast_convert_type(bits, jnp.float32)

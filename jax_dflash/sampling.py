@@ -217,3 +217,11 @@ def verify(
         last = jnp.where(sampled, greedy(left + noise), last)
     n = num_accepted[:, None]
     return jnp.where(steps < n, drafts, jnp.where(steps == n, last[:, None], 0)), num_accepted + 1
+
+
+def greedy_verify(
+    logits: Float[Array, "N Q V"], draft_tokens: Int[Array, "N K"], num_drafts: Int[Array, "N"]
+) -> tuple[Int[Array, "N Q"], Int[Array, "N"]]:
+    """`verify` of requests that are all greedy."""
+    off = num_drafts * 0
+    return verify(logits, draft_tokens, num_drafts, off, SamplingColumns(off, off, off, off, off), SamplingMode())

@@ -1,6 +1,7 @@
 """How a request is sampled, what of that a program is compiled for, and the streams of noise. Plain Python: both
 frameworks use it, so that their noise is the same by construction."""
 
+import dataclasses
 import enum
 import math
 from collections.abc import Sequence
@@ -96,6 +97,11 @@ class SamplingMode:
     filtered: bool = False
     penalised: bool = False
 
+    def covers(self, other: "SamplingMode") -> bool:
+        """Whether a program of this mode serves what the other one serves."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
+        return all(ours or not theirs for ours, theirs in pairs)
+
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> "SamplingMode":
         """The least mode that serves these requests. No filter takes away the most likely token, so that greedy requests
@@ -105,6 +111,9 @@ class SamplingMode:
             filtered=any(each.filtered and not each.greedy for each in params),
             penalised=any(each.penalised for each in params),
         )
+
+
+GREEDY = SamplingMode()
 
 
 class SamplingColumns(NamedTuple):

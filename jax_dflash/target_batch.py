@@ -14,8 +14,22 @@ import numpy as np
 from jax_dflash.batch import NULL_PAGE
 from jax_dflash.buckets import BucketLadder, GraphMode, row_bucket_sizes
 from jax_dflash.config import InputError, TargetConfig
+from jax_dflash.sampling_params import GREEDY, SamplingMode, SamplingParams
 
 Ints = Sequence[int] | np.ndarray
+# How a request is sampled, as integers: the fields of SamplingColumns, floats as their bits, and its row of draft state.
+FLOATS = ("temperature", "top_p", "repetition_penalty")
+SAMPLING = (*FLOATS, "top_k", "seeds", "request_index")
+
+
+FIELDS = ("start", "num_rows", "num_drafts", *SAMPLING)
+GREEDY_PARAMS = SamplingParams(max_new_tokens=1)
+
+
+def sampling_bits(params: SamplingParams, request_index: int) -> list[int]:
+    """One request's row of `SAMPLING`."""
+    floats = np.array([getattr(params, name) for name in FLOATS], np.float32).view(np.int32)
+    return [*floats.tolist(), params.top_k, params.seed, request_index]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +39,18 @@ class TargetBatch:
     `tokens[i]` run at positions from `start[i]` on: a chunk of a prompt, or the last token and its drafts. The last
     `num_drafts[i]` of them are drafts to verify, 0 in prefill and plain decoding. `block_tables [n, W]` hold the pages of
     each request's positions up to its last row.
+
+    `params` say how each request is sampled, greedily by default; `history` holds its tokens so far, which a repetition
+    penalty needs; `request_index` its row in the drafter's `draft_logits`.
     """
 
     tokens: Sequence[Ints]
     start: Ints
     num_drafts: Ints
     block_tables: np.ndarray
+    params: Sequence[SamplingParams] | None = None
+    history: Sequence[Ints] | None = None
+    request_index: Ints | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +75,8 @@ class Columns(NamedTuple):
     num_rows: np.ndarray
     num_drafts: np.ndarray
     block_tables: np.ndarray
+    sampling: np.ndarray  # [n, len(SAMPLING)], floats as their bits
+    seen: np.ndarray | None  # [n, V] bool, where a mode penalises
 
     @property
     def longest(self) -> int:
@@ -88,6 +110,7 @@ class TargetLimits:
     num_pages: int
     widths: tuple[int, ...]
     buckets: tuple[int, ...]
+    mode: SamplingMode
 
     @classmethod
     def make(
@@ -102,6 +125,7 @@ class TargetLimits:
         page_size: int = 16,
         max_num_batched_tokens: int | None = None,
         ladder: BucketLadder | None = None,
+        mode: SamplingMode = GREEDY,
     ) -> "TargetLimits":
         """Defaults are those of `EngineConfig.make`: room for a verify of every request and 512 rows. Raises InputError."""
         K, widths = num_speculative_tokens, tuple(sorted(set(widths)))
@@ -136,6 +160,7 @@ class TargetLimits:
             num_pages=num_pages,
             widths=widths,
             buckets=buckets,
+            mode=mode,
         )
 
     @property
@@ -195,8 +220,27 @@ class TargetLimits:
         num_rows = np.array([len(row) for row in tokens], np.int32)
         return Columns(
             [row.astype(np.int32) for row in tokens], start.astype(np.int32), num_rows, num_drafts.astype(np.int32),
-            tables[:, : self.table_width].astype(np.int32),
+            tables[:, : self.table_width].astype(np.int32), *self._check_sampling(batch),
         )  # fmt: skip
+
+    def _check_sampling(self, batch: TargetBatch) -> tuple[np.ndarray, np.ndarray | None]:
+        """How each request is sampled, as `SAMPLING`, and the tokens that it has seen."""
+        n = len(batch.tokens)
+        params = [GREEDY_PARAMS] * n if batch.params is None else list(batch.params)
+        rows = [-1] * n if batch.request_index is None else list(batch.request_index)
+        if len(params) != n or len(rows) != n:
+            raise InputError(f"{len(params)} params and {len(rows)} entries of request_index for {n} requests")
+        if not self.mode.covers(SamplingMode.of(params)):
+            raise InputError(f"the batch needs {SamplingMode.of(params)}, the programs are compiled for {self.mode}")
+        sampling = np.array([sampling_bits(*each) for each in zip(params, rows, strict=True)], np.int32)
+        if not self.mode.penalised:
+            return sampling, None
+        if batch.history is None or len(batch.history) != n:
+            raise InputError("a repetition penalty needs the tokens of each request so far; pass history")
+        seen = np.zeros((n, self.vocab_size), bool)
+        for row, history in zip(seen, batch.history, strict=True):
+            row[np.asarray(history, np.int64)] = True
+        return sampling, seen
 
     def _check_request(self, i: int, tokens: np.ndarray, start: int, num_drafts: int, table: np.ndarray) -> None:
         end = start + len(tokens)
@@ -218,25 +262,37 @@ class TargetLimits:
             raise InputError(f"request {i}: its block table has no page for each of positions 0 to {end - 1}")
 
     def pack(self, columns: Columns, num_reqs: int, width: int) -> np.ndarray:
-        """A batch as one array `[num_reqs, 3 + width + W]`, padded: start, rows, drafts, ids, pages."""
+        """A batch as one array `[num_reqs, 9 + width + W]`, padded: start, rows, drafts, `SAMPLING`, ids, pages."""
         ints = self.empty(num_reqs, width)
         fields, n = self.unpack(ints), len(columns.tokens)
         for name in ("start", "num_rows", "num_drafts"):
             fields[name][:n] = getattr(columns, name)
+        for i, name in enumerate(SAMPLING):
+            fields[name][:n] = columns.sampling[:, i]
         for i, row in enumerate(columns.tokens):
             fields["ids"][i, : len(row)] = row
         fields["block_tables"][:n, : columns.block_tables.shape[1]] = columns.block_tables
         return ints
 
     def empty(self, num_reqs: int, width: int) -> np.ndarray:
-        """A batch of padded requests only: no rows, nothing is stored."""
-        return np.zeros((num_reqs, 3 + width + self.table_width), np.int32)
+        """A batch of padded requests only: no rows, nothing is stored, greedy."""
+        ints = np.zeros((num_reqs, len(FIELDS) + width + self.table_width), np.int32)
+        fields = self.unpack(ints)
+        for name, value in zip(SAMPLING, sampling_bits(GREEDY_PARAMS, -1), strict=True):
+            fields[name][:] = value
+        return ints
 
     def unpack(self, ints) -> dict:
         """Views of a packed array (numpy, JAX or PyTorch) by field name."""
         split = ints.shape[1] - self.table_width
-        fields = {name: ints[:, i] for i, name in enumerate(("start", "num_rows", "num_drafts"))}
-        return fields | {"ids": ints[:, 3:split], "block_tables": ints[:, split:]}
+        fields = {name: ints[:, i] for i, name in enumerate(FIELDS)}
+        return fields | {"ids": ints[:, len(FIELDS) : split], "block_tables": ints[:, split:]}
+
+    def seen_rows(self, columns: Columns, num_reqs: int) -> np.ndarray | None:
+        """`Columns.seen` padded to a bucket."""
+        if columns.seen is None:
+            return None
+        return np.pad(columns.seen, ((0, num_reqs - len(columns.seen)), (0, 0)))
 
 
 def check_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""TargetRunner: the target over the next rows of several requests, with greedy verification of drafts.
+"""TargetRunner: the target over the next rows of several requests, with verification of drafts.
 
 B requests, T rows of one request, D model width, F features, Q = K + 1 rows of a verify, V vocabulary, R feature rows.
 """
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Compiled
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_dflash.attention import dense
 from jax_dflash.attention.dense import padded_width
@@ -21,11 +21,12 @@ from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import InputError, TargetConfig
 from jax_dflash.inputs import slot_mapping
 from jax_dflash.kv_cache import Pool, pool_shape, store_layer
-from jax_dflash.numerics import COMPILER_OPTIONS
+from jax_dflash.numerics import COMPILER_OPTIONS, accum_dtype, from_bits
 from jax_dflash.programs import CaptureRow, forbid_compiles, progress_bar
-from jax_dflash.sampling import greedy
+from jax_dflash.sampling import verify
+from jax_dflash.sampling_params import GREEDY, SamplingColumns, SamplingMode
 from jax_dflash.target import TargetWeights, compute_logits, embed, target_forward
-from jax_dflash.target_batch import TargetBatch, TargetLimits, TargetOutput, check_taps
+from jax_dflash.target_batch import FLOATS, TargetBatch, TargetLimits, TargetOutput, check_taps
 
 
 def target_step(
@@ -72,17 +73,10 @@ def last_rows(
     return jnp.clip(first[:, None] + jnp.arange(min(query_len, width), dtype=jnp.int32), 0, width - 1)
 
 
-def greedy_verify(
-    logits_NQV: Float[Array, "N Q V"], draft_tokens_NK: Int[Array, "N K"], num_drafts_N: Int[Array, "N"]
-) -> tuple[Int[Array, "N Q"], Int[Array, "N"]]:
-    """Accept drafts while they are the target's most likely token, the lowest id on ties. Row i of the logits is the
-    target's after i drafts. Returns the accepted drafts and then the target's own token, 0 behind; and how many those are.
-    """
-    own = greedy(logits_NQV)
-    column = jnp.arange(own.shape[1], dtype=jnp.int32)
-    right = (draft_tokens_NK == own[:, :-1]) & (column[:-1] < num_drafts_N[:, None])
-    accepted = jnp.sum(jnp.cumprod(right.astype(jnp.int32), axis=1), axis=1, dtype=jnp.int32)
-    return jnp.where(column <= accepted[:, None], own, 0), accepted + 1
+def sampling_columns(fields: dict) -> SamplingColumns:
+    """How each request is sampled, from the unpacked integers."""
+    floats = {name: from_bits(fields[name]) for name in FLOATS}
+    return SamplingColumns(**floats, top_k=fields["top_k"], seeds=fields["seeds"])
 
 
 def compact_rows(features_BTF: Float[Array, "B T F"], num_rows_B: Int[Array, "B"], size: int) -> Float[Array, "R F"]:
@@ -101,6 +95,8 @@ def verify_step(
     weights: TargetWeights,
     pool: Pool,
     ints: Int[Array, "B _"],
+    draft_logits: Float[Array, "R K V"] | None = None,
+    seen: Bool[Array, "B V"] | None = None,
     *,
     taps: tuple[int, ...],
     feature_rows: int,
@@ -116,7 +112,12 @@ def verify_step(
     index = last_rows(num_rows, num_drafts, ids.shape[1], limits.query_len)
     logits = compute_logits(weights, jnp.take_along_axis(hidden, index[..., None], axis=1))
     draft_tokens = jnp.take_along_axis(ids, index[:, 1:], axis=1)
-    tokens, num_sampled = greedy_verify(logits, draft_tokens, num_drafts)
+    if draft_logits is not None:
+        draft_logits = draft_logits[fields["request_index"].clip(0), : draft_tokens.shape[1]]
+    tokens, num_sampled = verify(
+        logits, draft_tokens, num_drafts, fields["start"] + num_rows - 1 - num_drafts, sampling_columns(fields), limits.mode,
+        draft_logits, seen,
+    )  # fmt: skip
     return pool, tokens, num_sampled, compact_rows(features, num_rows, feature_rows)
 
 
@@ -133,6 +134,8 @@ class TargetRunner:
         widths: rows of one request that programs are compiled for, for example (1, K + 1, 32, 256).
         max_num_batched_tokens: rows of a batch with its padding at most; give the draft engine the same.
         ladder: the request buckets; default `BucketLadder.without_holes`.
+        mode: how requests may be sampled; programs hold no more than that.
+        draft_logits: drafts are sampled too, and `run` is given the logits that they came from.
     """
 
     def __init__(
@@ -149,13 +152,18 @@ class TargetRunner:
         page_size: int = 16,
         max_num_batched_tokens: int | None = None,
         ladder: BucketLadder | None = None,
+        mode: SamplingMode = GREEDY,
+        draft_logits: bool = False,
     ):
         self.config, self.taps = config, check_taps(taps, config.geometry.num_layers)
         self.limits = TargetLimits.make(
             config, num_speculative_tokens=num_speculative_tokens, max_num_seqs=max_num_seqs, widths=widths,
             max_model_len=max_model_len, num_pages=num_pages, page_size=page_size, ladder=ladder,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=max_num_batched_tokens, mode=mode,
         )  # fmt: skip
+        self.draft_logits = draft_logits
+        self._blank_logits: Array | None = None
+        self.waited = 0.0  # seconds, for results of the device
         leaves, self._treedef = jax.tree.flatten(weights)
         self._leaves = tuple(leaves)
         self._pool: Pool | None = jnp.zeros(pool_shape(config.geometry, num_pages, page_size), weights.norm.dtype)
@@ -175,16 +183,32 @@ class TargetRunner:
         self._pool = pool
 
     def _lower(self, num_reqs: int, width: int):
-        """The program of one shape, traced: (leaves, pool, ints) -> (pool, tokens, num_sampled, features)."""
+        """The program of one shape, traced: (leaves, pool, ints, draft_logits, seen) -> (pool, tokens, num_sampled,
+        features)."""
 
-        def target_program(leaves, pool, ints):
+        def target_program(leaves, pool, ints, draft_logits, seen):
             weights = jax.tree.unflatten(self._treedef, leaves)
             rows = self.limits.feature_rows(num_reqs, width)
-            return verify_step(self.config, self.limits, weights, pool, ints, taps=self.taps, feature_rows=rows)
+            return verify_step(
+                self.config, self.limits, weights, pool, ints, draft_logits, seen, taps=self.taps, feature_rows=rows
+            )
 
-        arguments = (self._leaves, self.pool, self.limits.empty(num_reqs, width))
+        arguments = (self._leaves, self.pool, *self._blank(num_reqs, width))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
         return jax.jit(target_program, donate_argnums=1).lower(*shapes)
+
+    def _blank(self, num_reqs: int, width: int) -> tuple:
+        """(ints, draft_logits, seen) of a batch of padded requests."""
+        limits, V = self.limits, self.limits.vocab_size
+        logits = seen = None
+        if self.draft_logits and width > 1:  # a single row verifies no draft
+            shape = (limits.max_num_seqs, limits.num_speculative_tokens, V)
+            if self._blank_logits is None:
+                self._blank_logits = jnp.zeros(shape, accum_dtype(self.pool.dtype))
+            logits = self._blank_logits
+        if limits.mode.penalised:
+            seen = np.zeros((num_reqs, V), bool)
+        return limits.empty(num_reqs, width), logits, seen
 
     def capture(self, *, progress: bool = True) -> None:
         """Compile every program, largest first, and run each once on padding; the pool keeps its bits.
@@ -207,32 +231,40 @@ class TargetRunner:
                 name = f"{num_reqs} requests x {width} rows"
                 self.report.append(CaptureRow(name, seconds, memory.temp_size_in_bytes, memory.alias_size_in_bytes))
                 self.programs[num_reqs, width] = compiled
-                self._call((num_reqs, width), self.limits.empty(num_reqs, width))
+                self._call((num_reqs, width), *self._blank(num_reqs, width))
                 last = f"{name}: {seconds:.1f} s, {memory.temp_size_in_bytes / 2**20:.1f} MiB temp"
                 bar.update(task, advance=1, last=last)
         jax.block_until_ready(self.pool)
         self.captured = True
 
-    def _call(self, shape: tuple[int, int], ints: np.ndarray):
+    def _call(self, shape: tuple[int, int], ints: np.ndarray, draft_logits: Array | None, seen: np.ndarray | None):
         """Run a program, which consumes the pool. If it fails the pool is gone, and the runner says so from then on."""
         pool, self._pool = self.pool, None
-        self._pool, *outputs = self.programs[shape](self._leaves, pool, ints)
+        self._pool, *outputs = self.programs[shape](self._leaves, pool, ints, draft_logits, seen)
         return outputs
 
-    def run(self, batch: TargetBatch) -> TargetOutput:
-        """One step; waits for its tokens, the features stay on the device. Raises InputError before anything has changed."""
+    def run(self, batch: TargetBatch, draft_logits: Float[Array, "R K V"] | None = None) -> TargetOutput:
+        """One step; waits for its tokens, the features stay on the device. `draft_logits` are the drafter's, if drafts are
+        sampled and the batch has some. Raises InputError before anything has changed."""
         if not self.captured:
             raise InputError("the target has no programs yet; call capture() first")
         columns = self.limits.check(batch)
         n = len(columns.tokens)
         shape = self.limits.dispatch(n, int(columns.num_rows.max()))
+        _, blank, _ = self._blank(*shape)
+        logits = blank if blank is None or draft_logits is None else draft_logits
+        if self.draft_logits and draft_logits is None and columns.num_drafts.any():
+            raise InputError("the batch has drafts that were sampled; pass the draft_logits that they came from")
         with forbid_compiles("run()"):
-            tokens, num_sampled, features = self._call(shape, self.limits.pack(columns, *shape))
+            ints = self.limits.pack(columns, *shape)
+            outputs = self._call(shape, ints, logits, self.limits.seen_rows(columns, shape[0]))
+            start = time.perf_counter()
             try:
-                tokens, num_sampled = jax.device_get((tokens, num_sampled))
+                tokens, num_sampled = jax.device_get(outputs[:2])
             except Exception:
                 self._pool = None  # the step failed while it ran, after its pool had been consumed
                 raise
+            self.waited += time.perf_counter() - start
         out = np.zeros((n, self.limits.query_len), np.int32)
         out[:, : tokens.shape[1]] = tokens[:n]
-        return TargetOutput(tokens=out, num_sampled=num_sampled[:n], features=features)
+        return TargetOutput(tokens=out, num_sampled=num_sampled[:n], features=outputs[2])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jax_dflash.greedy_loop import GreedyLoop
+from jax_dflash.sampling import greedy_verify
 from jax_dflash.target_batch import TargetOutput
-from jax_dflash.target_runner import greedy_verify
 from parity_tests.engines import CONFIG, features, make_engine, one_thread, step_for
 from parity_tests.tiny import numpy
 

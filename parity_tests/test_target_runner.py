@@ -10,7 +10,7 @@ import pytest
 import torch
 from jax import lax
 
-import jax_dflash.target_runner as jax_runner
+from jax_dflash import sampling as jax_sampling
 from jax_dflash.batch import EngineConfig
 from jax_dflash.buckets import BucketLadder, row_bucket_sizes
 from jax_dflash.config import InputError
@@ -259,14 +259,14 @@ VERIFIED = [[1, 2, 3], [1, 2, 0], [1, 0, 0], [4, 0, 0], [0, 0, 0]], [3, 2, 1, 1,
 
 def test_greedy_verify(f):
     """All right, fewer drafts than K of which a padded one would match, wrong first, none, and ties (the lowest id)."""
-    outputs = f.run(f.target_runner.greedy_verify, f.floats(LOGITS), f.ints(DRAFTS), f.ints(COUNTS))
+    outputs = f.run(f.sampling.greedy_verify, f.floats(LOGITS), f.ints(DRAFTS), f.ints(COUNTS))
     assert [numpy(x).tolist() for x in outputs] == [*VERIFIED]
     assert all(numpy(x).dtype == np.int32 for x in outputs)
 
 
 def test_verification_runs_in_a_loop_on_the_device():
     """A host value or changing dtype, which a while_loop cannot carry."""
-    verify = jax_runner.greedy_verify
+    verify = jax_sampling.greedy_verify
 
     def body(carry):
         i, _, _ = carry

@@ -17,7 +17,7 @@ from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import Geometry, InputError, TargetConfig
 from jax_dflash.target_batch import TargetBatch, TargetLimits, TargetOutput, check_taps
 from torch_ref.numerics import accum_dtype
-from torch_ref.target_runner import greedy_verify
+from torch_ref.sampling import greedy_verify
 
 LAYER_LISTS = ("layers", "h", "blocks")  # where decoders keep their layers
 

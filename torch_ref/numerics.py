@@ -70,3 +70,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def to_numpy(x: Tensor):
     """A tensor as numpy; bfloat16 comes as float32, exactly."""
     return (to_accum(x) if x.is_floating_point() else x).cpu().numpy()
+
+
+def from_bits(bits: torch.Tensor) -> torch.Tensor:
+    """float32 numbers that travelled as int32."""
+    return bits.contiguous().view(torch.float32)

@@ -238,3 +238,11 @@ def verify(
     n = num_accepted[:, None]
     tokens = torch.where(steps < n, drafts, torch.where(steps == n, last[:, None], 0))
     return tokens.int(), num_accepted.int() + 1
+
+
+def greedy_verify(
+    logits: Float[Tensor, "N Q V"], draft_tokens: Int[Tensor, "N K"], num_drafts: Int[Tensor, "N"]
+) -> tuple[Int[Tensor, "N Q"], Int[Tensor, "N"]]:
+    """`verify` of requests that are all greedy."""
+    off = num_drafts * 0
+    return verify(logits, draft_tokens, num_drafts, off, SamplingColumns(off, off, off, off, off), SamplingMode())

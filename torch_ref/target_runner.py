@@ -9,17 +9,19 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from jax_dflash.batch import PAD_SLOT
 from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import InputError, TargetConfig
-from jax_dflash.target_batch import TargetBatch, TargetLimits, TargetOutput, check_taps
+from jax_dflash.sampling_params import GREEDY, SamplingColumns, SamplingMode
+from jax_dflash.target_batch import FLOATS, TargetBatch, TargetLimits, TargetOutput, check_taps
 from torch_ref.attention import dense
 from torch_ref.inputs import slot_mapping
 from torch_ref.kv_cache import Pool, pool_shape, store_layer, zero_pool
-from torch_ref.sampling import greedy
+from torch_ref.numerics import from_bits
+from torch_ref.sampling import verify
 from torch_ref.target import TargetWeights, compute_logits, embed, target_forward
 
 
@@ -69,17 +71,10 @@ def last_rows(
     return (first[:, None] + column).clamp(0, width - 1)
 
 
-def greedy_verify(
-    logits_NQV: Float[Tensor, "N Q V"], draft_tokens_NK: Int[Tensor, "N K"], num_drafts_N: Int[Tensor, "N"]
-) -> tuple[Int[Tensor, "N Q"], Int[Tensor, "N"]]:
-    """Accept drafts while they are the target's most likely token, the lowest id on ties. Row i of the logits is the
-    target's after i drafts. Returns the accepted drafts and then the target's own token, 0 behind; and how many those are.
-    """
-    own = greedy(logits_NQV)
-    column = torch.arange(own.shape[1], dtype=own.dtype, device=own.device)
-    right = (draft_tokens_NK == own[:, :-1]) & (column[:-1] < num_drafts_N[:, None])
-    accepted = torch.sum(torch.cumprod(right, dim=1, dtype=own.dtype), dim=1, dtype=own.dtype)
-    return torch.where(column <= accepted[:, None], own, 0), accepted + 1
+def sampling_columns(fields: dict) -> SamplingColumns:
+    """How each request is sampled, from the unpacked integers."""
+    floats = {name: from_bits(fields[name]) for name in FLOATS}
+    return SamplingColumns(**floats, top_k=fields["top_k"], seeds=fields["seeds"])
 
 
 def compact_rows(features_BTF: Float[Tensor, "B T F"], num_rows_B: Int[Tensor, "B"], size: int) -> Float[Tensor, "R F"]:
@@ -98,6 +93,8 @@ def verify_step(
     weights: TargetWeights,
     pool: Pool,
     ints: Int[Tensor, "B _"],
+    draft_logits: Float[Tensor, "R K V"] | None = None,
+    seen: Bool[Tensor, "B V"] | None = None,
     *,
     taps: tuple[int, ...],
     feature_rows: int,
@@ -116,7 +113,12 @@ def verify_step(
     index = last_rows(num_rows, num_drafts, ids.shape[1], limits.query_len).long()
     logits = compute_logits(weights, hidden.take_along_dim(index[..., None], dim=1))
     draft_tokens = ids.take_along_dim(index[:, 1:], dim=1)
-    tokens, num_sampled = greedy_verify(logits, draft_tokens, num_drafts)
+    if draft_logits is not None:
+        draft_logits = draft_logits[fields["request_index"].clip(0), : draft_tokens.shape[1]]
+    tokens, num_sampled = verify(
+        logits, draft_tokens, num_drafts, fields["start"] + num_rows - 1 - num_drafts, sampling_columns(fields), limits.mode,
+        draft_logits, seen,
+    )  # fmt: skip
     return pool, tokens, num_sampled, compact_rows(features, num_rows, feature_rows)
 
 
@@ -127,7 +129,8 @@ class TargetRunner:
         config: the target.
         weights: `pack_target(...)`; their dtype and device are the pool's and the features'.
         taps, num_speculative_tokens, max_num_seqs, max_model_len, num_pages, widths, page_size, max_num_batched_tokens,
-            ladder: as in `jax_dflash.target_runner.TargetRunner`. Nothing is padded to a bucket but the features.
+            ladder, mode, draft_logits: as in `jax_dflash.target_runner.TargetRunner`. Nothing but the features is padded
+            to a bucket.
         attention: "sdpa", PyTorch's fused kernel, or "dense", which rounds as the contract says (`attention/dense.py`).
     """
 
@@ -145,6 +148,8 @@ class TargetRunner:
         page_size: int = 16,
         max_num_batched_tokens: int | None = None,
         ladder: BucketLadder | None = None,
+        mode: SamplingMode = GREEDY,
+        draft_logits: bool = False,
         attention: str = "sdpa",
     ):
         if attention not in dense.KERNELS:
@@ -154,8 +159,9 @@ class TargetRunner:
         self.limits = TargetLimits.make(
             config, num_speculative_tokens=num_speculative_tokens, max_num_seqs=max_num_seqs, widths=widths,
             max_model_len=max_model_len, num_pages=num_pages, page_size=page_size, ladder=ladder,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_batched_tokens=max_num_batched_tokens, mode=mode,
         )  # fmt: skip
+        self.draft_logits = draft_logits
         self.device = weights.norm.device
         self.pool = zero_pool(pool_shape(config.geometry, num_pages, page_size), weights.norm.dtype, self.device)
         self.captured = False
@@ -165,16 +171,21 @@ class TargetRunner:
         self.captured = True
 
     @torch.inference_mode()
-    def run(self, batch: TargetBatch) -> TargetOutput:
-        """One step; waits for its tokens, the features stay on the device. Raises InputError before anything has changed."""
+    def run(self, batch: TargetBatch, draft_logits: Float[Tensor, "R K V"] | None = None) -> TargetOutput:
+        """One step; waits for its tokens, the features stay on the device. `draft_logits` are the drafter's, if drafts are
+        sampled and the batch has some. Raises InputError before anything has changed."""
         if not self.captured:
             raise InputError("the target has no programs yet; call capture() first")
         columns = self.limits.check(batch)
+        if self.draft_logits and draft_logits is None and columns.num_drafts.any():
+            raise InputError("the batch has drafts that were sampled; pass the draft_logits that they came from")
         n, longest = len(columns.tokens), int(columns.num_rows.max())
         rows = self.limits.feature_rows(*self.limits.dispatch(n, longest))
         ints = torch.from_numpy(self.limits.pack(columns, n, longest)).to(self.device)
+        seen = None if columns.seen is None else torch.from_numpy(columns.seen).to(self.device)
+        logits = draft_logits if self.draft_logits and columns.num_drafts.any() else None
         self.pool, tokens, num_sampled, features = verify_step(
-            self.config, self.limits, self.weights, self.pool, ints, taps=self.taps, feature_rows=rows,
+            self.config, self.limits, self.weights, self.pool, ints, logits, seen, taps=self.taps, feature_rows=rows,
             table_width=math.ceil(columns.longest / self.limits.page_size), attention=self.attention,
         )  # fmt: skip
         out = np.zeros((n, self.limits.query_len), np.int32)
