@@ -86,15 +86,14 @@ def time_shape(hidden: int, layers: int, mlp: int, draft_layers: int, block: int
 
     plain, verify = target_ms(1), target_ms(block)
 
-    engine = DraftEngine(config, weights, max_num_seqs=1, max_model_len=MAX_LEN)
+    engine = DraftEngine(config, weights, max_num_seqs=1, max_model_len=MAX_LEN, external_pages=True)
     engine.capture(progress=False)
     engine.add_request(0)
     one = np.ones(1, np.int32)
     step = TargetStep(
         request_ids=[0], num_context=one * block, num_rejected=one * (block - 1), num_sampled=one, last_sampled=one,
-        next_prefill=one * 0, start_position=one * LIVE,
+        next_prefill=one * 0, start_position=one * LIVE, block_tables=1 + np.arange(MAX_LEN // 16)[None],
     )  # fmt: skip
-    engine.requests.requests[0].pages += engine.requests.allocator.allocate(MAX_LEN // 16)
     features = jax.device_put(np.ones((block, config.feature_size), np.float32))
     draft = median_ms(lambda: engine.propose(step, features))
     return {

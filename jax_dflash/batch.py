@@ -17,11 +17,12 @@ NULL_PAGE = 0
 
 @dataclass(frozen=True)
 class IntsLayout:
-    """Where each field stands in the packed array: one scalar, seven fields `[num_reqs]`, the block tables
-    `[num_reqs, table_width]`. JAX slices it inside the program, PyTorch views its static buffer."""
+    """Where each field stands in the packed array: one scalar, the fields `[num_reqs]` of PER_REQUEST, the block tables
+    `[num_groups, num_reqs, table_width]`. JAX slices it inside the program, PyTorch views its static buffer."""
 
     num_reqs: int
     table_width: int
+    num_groups: int = 1
 
     # start_position: the position of a request's first context row; its rows are contiguous.
     # next_prefill: the anchor of a request whose prompt is not finished (num_sampled 0).
@@ -32,7 +33,7 @@ class IntsLayout:
 
     @property
     def size(self) -> int:
-        return 1 + self.num_reqs * (len(self.PER_REQUEST) + self.table_width)
+        return 1 + self.num_reqs * (len(self.PER_REQUEST) + self.num_groups * self.table_width)
 
     def unpack(self, ints) -> dict:
         """Views of a packed array (numpy, JAX or PyTorch) by field name; `num_rows` is the count of context rows that
@@ -41,19 +42,20 @@ class IntsLayout:
         for i, name in enumerate(self.PER_REQUEST):
             fields[name] = ints[1 + i * self.num_reqs : 1 + (i + 1) * self.num_reqs]
         fields["block_tables"] = ints[1 + len(self.PER_REQUEST) * self.num_reqs :].reshape(
-            self.num_reqs, self.table_width
+            self.num_groups, self.num_reqs, self.table_width
         )
         return fields
 
     def pack(self, columns: dict, num_rows: int) -> np.ndarray:
-        """A step's columns (`RequestTable.reserve`), padded to this bucket."""
+        """A step's columns (`RequestTable.reserve`), padded to this bucket; missing ones are 0. A block table `[n, W]`
+        is that of every group."""
         ints = self.empty()
         ints[0] = num_rows
         fields = self.unpack(ints)
+        n, width = columns["block_tables"].shape[-2:]
         for name in self.PER_REQUEST:
-            fields[name][: len(columns[name])] = columns[name]
-        n, width = columns["block_tables"].shape
-        fields["block_tables"][:n, :width] = columns["block_tables"]
+            fields[name][:n] = columns.get(name, 0)
+        fields["block_tables"][:, :n, :width] = columns["block_tables"]
         return ints
 
     def empty(self) -> np.ndarray:
@@ -63,9 +65,15 @@ class IntsLayout:
         return ints
 
 
+def pages_touched(num_keys: int, page_size: int) -> int:
+    """Pages that `num_keys` successive positions lie in at most."""
+    return (num_keys + page_size - 2) // page_size + 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What is constant over all buckets of an engine; `make` checks it and fills in defaults."""
+    """What is constant over all buckets of an engine; `make` checks it and fills in defaults. `num_pages` has an entry for
+    each page group."""
 
     draft: DraftConfig
     num_speculative_tokens: int
@@ -73,7 +81,7 @@ class EngineConfig:
     max_model_len: int
     max_num_batched_tokens: int
     page_size: int
-    num_pages: int
+    num_pages: tuple[int, ...]
     table_width: int
 
     @classmethod
@@ -86,12 +94,13 @@ class EngineConfig:
         num_speculative_tokens: int | None = None,
         max_num_batched_tokens: int | None = None,
         page_size: int = 16,
-        num_pages: int | None = None,
+        num_pages: int | Sequence[int] | None = None,
         table_width: int | None = None,
         allow_long_block: bool = False,
     ) -> "EngineConfig":
-        """Defaults: K of the drafter's block, room for a verify of every request and 512 rows, pages for max_model_len
-        of every request. `allow_long_block` lets K exceed the block that the drafter was trained with. Raises
+        """Defaults: K of the drafter's block, room for a verify of every request and 512 rows, pages for what
+        every request sees: max_model_len, in a windowed group the window and the block. A `num_pages` is for each group or,
+        one number, for all. `allow_long_block` lets K exceed the block that the drafter was trained with. Raises
         InputError."""
         if draft.geometry.vocab_size is None:
             raise InputError("the drafter's config names no vocab_size; pass what check_pair(draft, target) returns")
@@ -117,6 +126,17 @@ class EngineConfig:
                 f"pass {verify_rows} or more"
             )
         pages_per_request = math.ceil(max_model_len / page_size)
+        groups = draft.page_groups
+        if num_pages is None:
+            seen = [max_model_len if window is None else window + K for window, _ in groups]
+            held = (min(pages_per_request, pages_touched(keys, page_size)) for keys in seen)
+            num_pages = [1 + max_num_seqs * pages for pages in held]
+        elif isinstance(num_pages, int):
+            num_pages = [num_pages] * len(groups)
+        if len(num_pages) != len(groups):
+            raise InputError(
+                f"num_pages={list(num_pages)}: pass one number, or one for each of {len(groups)} page groups"
+            )
         return cls(
             draft=draft,
             num_speculative_tokens=K,
@@ -124,7 +144,7 @@ class EngineConfig:
             max_model_len=max_model_len,
             max_num_batched_tokens=T,
             page_size=page_size,
-            num_pages=1 + max_num_seqs * pages_per_request if num_pages is None else num_pages,
+            num_pages=tuple(num_pages),
             table_width=pages_per_request if table_width is None else table_width,
         )
 
@@ -149,7 +169,18 @@ class EngineConfig:
         return row_bucket_sizes(self.max_num_batched_tokens)
 
     def layout(self, num_reqs: int) -> IntsLayout:
-        return IntsLayout(num_reqs, self.table_width)
+        return IntsLayout(num_reqs, self.table_width, len(self.num_pages))
+
+    def first_keys(self, end: np.ndarray) -> np.ndarray:
+        """`[G, n]`: the first key that the block of each request sees in each page group, behind `end` tokens of context.
+        Its anchor's row sees the most; at the length limit attention counts rows back from the last key."""
+        anchor = np.minimum(end, self.max_model_len - self.query_len)
+        windows = [window for window, _ in self.draft.page_groups]
+        return np.stack([0 * end if window is None else np.maximum(anchor - (window - 1), 0) for window in windows])
+
+    def stop_keys(self, end: np.ndarray) -> np.ndarray:
+        """`[n]`: the end of each request's block."""
+        return np.minimum(end + self.query_len, self.max_model_len)
 
     def padded_rows(self, shape: Sequence[int], num_rows: int, own_rows: int, *, on_device: bool) -> int:
         """The row count at which features of this shape run: the step's own if `num_rows` fit, else a row bucket.
@@ -201,12 +232,38 @@ class PageAllocator:
 
 
 @dataclass
+class HeldPages:
+    """A request's pages in one group: `ids` are the columns from `first` on of its block table. They hold its context from
+    `stored_from` on."""
+
+    first: int = 0
+    ids: list[int] = field(default_factory=list)
+    stored_from: int = 0
+
+    def outside(self, first: int, stop: int) -> list[int]:
+        """Pages of other columns than first to stop - 1."""
+        start = max(first - self.first, 0)
+        return self.ids[:start] + self.ids[max(start, stop - self.first) :]
+
+    def drop(self, first: int, stop: int) -> None:
+        """Forget the pages that are `outside`."""
+        start = max(first - self.first, 0)
+        self.ids = self.ids[start : max(start, stop - self.first)]
+        self.first = max(first, self.first)
+
+    def extend(self, first: int, new: list[int]) -> None:
+        """Put new pages before and behind those that are held, from column `first` on."""
+        before = self.first - first
+        self.first, self.ids = first, new[:before] + self.ids + new[before:]
+
+
+@dataclass
 class Request:
-    """A live request: its row in per-request state, stored context length, and pages in order of position."""
+    """A live request: its row in per-request state, stored context length, and pages of each group."""
 
     index: int
+    pages: list[HeldPages]
     context_len: int = 0
-    pages: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +282,8 @@ class TargetStep:
     last_sampled: np.ndarray
     next_prefill: np.ndarray
     start_position: np.ndarray | None = None  # default: where the request's stored context ends
-    block_tables: np.ndarray | None = None  # [n, width] page ids, with external pages only
+    # With external pages only, page ids: [G, n, width], or [n, width] for all groups alike.
+    block_tables: np.ndarray | None = None
 
 
 def _as_int32(name: str, value) -> np.ndarray:
@@ -236,11 +294,15 @@ def _as_int32(name: str, value) -> np.ndarray:
 
 
 class RequestTable:
-    """Live requests, their pages, and the checks before a step: a step that is refused has changed nothing."""
+    """Live requests, their pages, and the checks before a step: a step that is refused has changed nothing.
+
+    Every page group has an allocator. A windowed group holds the pages that the step's block sees: those before them, which
+    no later block sees either, are given back, and the null page stands for them in the block table.
+    """
 
     def __init__(self, config: EngineConfig, *, external_pages: bool):
         self.config, self.external_pages = config, external_pages
-        self.allocator = PageAllocator(config.num_pages)
+        self.allocators = [PageAllocator(num_pages) for num_pages in config.num_pages]
         self.requests: dict = {}
         self._free_indices = list(range(config.max_num_seqs - 1, -1, -1))
 
@@ -258,13 +320,14 @@ class RequestTable:
                 f"request {request_id!r}: a prompt of {num_prompt_tokens} tokens exceeds "
                 f"max_model_len={self.config.max_model_len}; shorten it or pass a larger max_model_len"
             )
-        self.requests[request_id] = Request(self._free_indices.pop())
+        self.requests[request_id] = Request(self._free_indices.pop(), [HeldPages() for _ in self.allocators])
 
     def remove(self, request_id) -> None:
         """Forget a request and free its pages."""
         request = self._get(request_id)
         del self.requests[request_id]
-        self.allocator.free(request.pages)
+        for allocator, held in zip(self.allocators, request.pages, strict=True):
+            allocator.free(held.ids)
         self._free_indices.append(request.index)
 
     def _get(self, request_id) -> Request:
@@ -275,8 +338,8 @@ class RequestTable:
     def reserve(self, step: TargetStep) -> dict[str, np.ndarray]:
         """Check a step and reserve its pages: the columns that `IntsLayout.pack` takes.
 
-        Pages cover the accepted context and the block of `query_len` rows after it. Raises InputError before anything
-        has changed.
+        Pages cover the accepted context that the block sees and its `query_len` rows. Raises InputError before
+        anything has changed.
         """
         requests = [self._get(request_id) for request_id in step.request_ids]
         columns = {
@@ -293,10 +356,7 @@ class RequestTable:
         if self.external_pages:
             tables = self._check_tables(step, end)
         else:
-            self._reserve_pages(requests, end)
-            tables = np.zeros((len(requests), max(len(r.pages) for r in requests)), np.int32)
-            for row, request in enumerate(requests):
-                tables[row, : len(request.pages)] = request.pages
+            tables = self._reserve_pages(step, requests, columns["start_position"], end)
         for request, context_len in zip(requests, end, strict=True):
             request.context_len = int(context_len)
         return columns | {"request_index": np.array([r.index for r in requests], np.int32), "block_tables": tables}
@@ -337,38 +397,73 @@ class RequestTable:
                 )
 
     def _check_tables(self, step: TargetStep, end: np.ndarray) -> np.ndarray:
-        """The caller's block tables, cut to the width of ours. Pages of evicted context may be null, not the block's."""
+        """The caller's block tables `[G, n, W]`, cut to the width of ours. Pages that no row of the block sees may be
+        null."""
         tables = _as_int32(
             "block_tables", np.zeros((0, 0), np.int32) if step.block_tables is None else step.block_tables
         )
-        last = self.config.num_pages - 1
-        if tables.ndim != 2 or len(tables) != len(end):
-            raise InputError(f"block_tables has shape {list(tables.shape)}, expected [{len(end)}, pages of a request]")
-        if np.min(tables, initial=0) < 0 or np.max(tables, initial=0) > last:
-            raise InputError(f"block_tables holds page ids outside 0 to {last}")
-        for row, first in enumerate(end):
-            stop = min(int(first) + self.config.query_len, self.config.max_model_len)
-            block = tables[row, int(first) // self.config.page_size : self.num_pages_for(stop)]
-            if tables.shape[1] < self.num_pages_for(stop) or (block == NULL_PAGE).any():
-                raise InputError(
-                    f"request {step.request_ids[row]!r}: its block table has no page for positions {first} to {stop - 1}; "
-                    f"reserve {self.config.query_len} rows of lookahead"
-                )
-        return tables[:, : self.num_pages_for(self.config.max_model_len)]
+        G, n, page_size = len(self.allocators), len(end), self.config.page_size
+        if tables.shape[:-1] not in ((n,), (G, n)):
+            raise InputError(
+                f"block_tables has shape {list(tables.shape)}, expected [{n}, pages of a request] or "
+                f"[{G} page groups, {n}, pages of a request]"
+            )
+        tables = np.broadcast_to(tables, (G, *tables.shape[-2:]))
+        first_keys, stop_keys = self.config.first_keys(end), self.config.stop_keys(end)
+        for g, num_pages in enumerate(self.config.num_pages):
+            if np.min(tables[g], initial=0) < 0 or np.max(tables[g], initial=0) >= num_pages:
+                raise InputError(f"block_tables holds page ids outside 0 to {num_pages - 1}")
+            for row, (first, stop) in enumerate(zip(first_keys[g].tolist(), stop_keys.tolist(), strict=True)):
+                columns = range(first // page_size, self.num_pages_for(stop))
+                pages = tables[g, row, columns.start : columns.stop]
+                if len(pages) < len(columns) or (pages == NULL_PAGE).any():
+                    missing = next((i for i, page in enumerate(pages) if page == NULL_PAGE), len(pages))
+                    position = max((columns.start + missing) * page_size, first)
+                    raise InputError(
+                        f"request {step.request_ids[row]!r}: its block table has no page for position {position}; its block "
+                        f"sees positions {first} to {stop - 1}; reserve {self.config.query_len} rows of lookahead"
+                    )
+        return tables[:, :, : self.num_pages_for(self.config.max_model_len)]
 
     def num_pages_for(self, num_tokens: int) -> int:
         return math.ceil(num_tokens / self.config.page_size)
 
-    def _reserve_pages(self, requests: list[Request], end: np.ndarray) -> None:
-        """Give every request the pages of its context and block, or none to anybody."""
-        needed = [
-            max(0, self.num_pages_for(min(int(e) + self.config.query_len, self.config.max_model_len)) - len(r.pages))
-            for r, e in zip(requests, end, strict=True)
-        ]
-        if sum(needed) > self.allocator.num_free:
-            raise InputError(
-                f"the step needs {sum(needed)} more pages of {self.config.page_size} tokens, "
-                f"{self.allocator.num_free} are free; remove a request or pass a larger num_pages"
+    def _reserve_pages(
+        self, step: TargetStep, requests: list[Request], start: np.ndarray, end: np.ndarray
+    ) -> np.ndarray:
+        """Give every request the pages of what its block sees and take back the others, or do nothing: the block tables
+        `[G, n, W]`, null where a request holds no page."""
+        page_size = self.config.page_size
+        first_keys = self.config.first_keys(end)
+        stops = [self.num_pages_for(key) for key in self.config.stop_keys(end).tolist()]
+        plans = []
+        for g, allocator in enumerate(self.allocators):
+            held = [request.pages[g] for request in requests]
+            firsts = [key // page_size for key in first_keys[g].tolist()]
+            spans = list(zip(held, firsts, stops, strict=True))
+            for row, (pages, first_key) in enumerate(zip(held, first_keys[g].tolist(), strict=True)):
+                if first_key < min(int(start[row]), pages.stored_from):
+                    raise InputError(
+                        f"request {step.request_ids[row]!r}: its block sees keys from position {first_key} on, those before "
+                        f"{pages.stored_from} are gone; pass start_position={first_key} or less and the rows from there on"
+                    )
+            free = allocator.num_free + sum(len(pages.outside(*span)) for pages, *span in spans)
+            needed = sum(
+                stop - first - len(pages.ids) + len(pages.outside(first, stop)) for pages, first, stop in spans
             )
-        for request, count in zip(requests, needed, strict=True):
-            request.pages += self.allocator.allocate(count)
+            if needed > free:
+                raise InputError(
+                    f"the step needs {needed} more pages of {page_size} tokens, {free} are free; remove a request or pass "
+                    "a larger num_pages"
+                )
+            plans.append(spans)
+        tables = np.zeros((len(plans), len(requests), max(stops)), np.int32)
+        for g, (allocator, spans) in enumerate(zip(self.allocators, plans, strict=True)):
+            for pages, first, stop in spans:
+                allocator.free(pages.outside(first, stop))
+                pages.drop(first, stop)
+            for row, (pages, first, stop) in enumerate(spans):
+                pages.extend(first, allocator.allocate(stop - first - len(pages.ids)))
+                pages.stored_from = max(min(pages.stored_from, int(start[row])), first * page_size)
+                tables[g, row, first:stop] = pages.ids
+        return tables

@@ -249,7 +249,7 @@ def _compare_step(
         for engine in (drafters.torch, drafters.oracle, drafters.fused)
     )
     num_rows = int(np.sum(step.num_context))
-    if np.any(ours["context_slots"][num_rows:] != PAD_SLOT):
+    if np.any(ours["context_slots"][..., num_rows:] != PAD_SLOT):
         tally.fault(f"padded context rows of a bucket of {bucket} requests have slots")
     table = [tap for tap in tap_table(drafters.draft_config.geometry.num_layers) if tap.level == 1]
     for tap in table:
@@ -294,18 +294,21 @@ def _compare_tokens(tally: Tally, bucket: int, drafts, torch_drafts, torch_logit
 
 def _compare_pools(tally: Tally, job: CompareJob, drafters: Drafters) -> None:
     """Every live request's stored context K/V in both pools, and of CUDA graphs against eager."""
-    pairs = [("pool", np.asarray(drafters.jax.state.pool), torch_numerics.to_numpy(drafters.torch.state.pool))]
-    if drafters.graph is not None:
-        graph, fused = (torch_numerics.to_numpy(engine.state.pool) for engine in (drafters.graph, drafters.fused))
-        pairs.append(("graph_pool", graph, fused))
     tally.pool_checks += 1
     page_size = drafters.jax.config.page_size
-    for request in drafters.jax.requests.requests.values():
-        slots = np.array(request.pages, np.int32)[:, None] * page_size + np.arange(page_size)
-        rows = slots.reshape(-1)[: request.context_len]
-        for name, *pools in pairs if rows.size else ():
-            a, b = (pool.reshape(*pool.shape[:2], -1, *pool.shape[4:])[:, :, rows] for pool in pools)
-            tally.float_error(0, name, a, b, LIMITS[job.dtype][1])
+    for g, jax_pool in enumerate(drafters.jax.state.pools):
+        pairs = [("pool", np.asarray(jax_pool), torch_numerics.to_numpy(drafters.torch.state.pools[g]))]
+        if drafters.graph is not None:
+            graph, fused = (torch_numerics.to_numpy(e.state.pools[g]) for e in (drafters.graph, drafters.fused))
+            pairs.append(("graph_pool", graph, fused))
+        for request in drafters.jax.requests.requests.values():
+            held = request.pages[g]
+            slots = np.array(held.ids, np.int32)[:, None] * page_size + np.arange(page_size)
+            first = held.first * page_size
+            rows = slots.reshape(-1)[held.stored_from - first : request.context_len - first]
+            for name, *pools in pairs if rows.size else ():
+                a, b = (pool.reshape(*pool.shape[:2], -1, *pool.shape[4:])[:, :, rows] for pool in pools)
+                tally.float_error(0, name, a, b, LIMITS[job.dtype][1])
 
 
 def _remember(tally: Tally, request_ids, drafts: np.ndarray, torch_drafts: np.ndarray) -> None:

@@ -6,6 +6,7 @@
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from jax_dflash import checkpoint_forms as forms
 from jax_dflash.checkpoint_forms import FormKeys, Layer, Rope
@@ -43,6 +44,13 @@ class Geometry:
         return ("qkvo" if self.output_bias else "qkv") if self.attention_bias else ""
 
 
+class PageGroup(NamedTuple):
+    """Layers that keep the same keys, and so share pages: those of one window (None: all keys), by index."""
+
+    window: int | None
+    layers: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class DraftConfig:
     """A DFlash drafter, whichever form its file has (`format`: z-lab, speculators or muse).
@@ -74,6 +82,21 @@ class DraftConfig:
     def feature_size(self) -> int:
         """Width of one row of target features: all taps side by side."""
         return len(self.hidden_state_indices) * self.target_hidden_size
+
+    @property
+    def page_groups(self) -> tuple[PageGroup, ...]:
+        """The layers by window, in order of first appearance. Nearly every drafter has one group."""
+        windows = [layer.window for layer in self.layers]
+        return tuple(
+            PageGroup(window, tuple(i for i, other in enumerate(windows) if other == window))
+            for window in dict.fromkeys(windows)
+        )
+
+    @property
+    def layer_places(self) -> tuple[tuple[int, int], ...]:
+        """(page group, index in it) of each layer."""
+        places = {i: (g, at) for g, group in enumerate(self.page_groups) for at, i in enumerate(group.layers)}
+        return tuple(places[i] for i in range(len(self.layers)))
 
     @property
     def max_speculative_tokens(self) -> int:

@@ -7,6 +7,7 @@ engine.add_request("a", num_prompt_tokens=100)
 tokens = engine.propose(TargetStep(...), features)      # [n, K]
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -33,7 +34,8 @@ class DraftEngine:
         num_speculative_tokens: drafts K per request; default the drafter's block_size - 1.
         allow_long_block: let K exceed that; the drafter never saw such blocks.
         max_num_batched_tokens: rows of a target step at most; default fits a verify of all requests and 512.
-        page_size, num_pages: the pool; by default every request can grow to max_model_len.
+        page_size, num_pages: the pool, for each page group or, one number, for all; by default every request can grow to
+            max_model_len. A group of layers with a window holds the pages that the window reaches.
         ladder: request buckets; default `BucketLadder.without_holes`.
         strict: raise where no bucket fits instead of compiling an eager program.
         external_pages: the caller passes block tables in each step (page 0 is the null page), as vLLM does.
@@ -52,7 +54,7 @@ class DraftEngine:
         num_speculative_tokens: int | None = None,
         max_num_batched_tokens: int | None = None,
         page_size: int = 16,
-        num_pages: int | None = None,
+        num_pages: int | Sequence[int] | None = None,
         ladder: BucketLadder | None = None,
         strict: bool = False,
         external_pages: bool = False,
@@ -100,7 +102,7 @@ class DraftEngine:
         self._state = state
 
     def capture(self, *, progress: bool = True) -> None:
-        """Compile and warm up every bucket, largest first. The pool keeps its bits."""
+        """Compile and warm up every bucket, largest first. The pools keep their bits."""
         self.state = self._donate(lambda state: self.programs.capture(state, progress=progress))
         self.captured = True
 

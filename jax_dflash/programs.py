@@ -169,7 +169,7 @@ class Programs:
             tap = Taps(self.taps)
             weights = jax.tree.unflatten(self._treedef, leaves)
             inputs, _ = step_inputs(self.config, ints, self.config.max_num_seqs, features.shape[0])
-            return DraftState(context_step(self.config, weights, state.pool, features, inputs, tap)), tap.values
+            return DraftState(context_step(self.config, weights, state.pools, features, inputs, tap)), tap.values
 
         return dflash_context
 

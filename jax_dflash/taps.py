@@ -74,8 +74,14 @@ def live_part(tap: Tap, value, num_reqs: int, num_rows: int):
     The other integers are defined in padded requests too, and a pool is compared whole."""
     dims = tap.dims.split()
     if "C" in dims:
-        return value[(slice(None),) * dims.index("C") + (slice(num_rows),)]
+        behind = len(dims) - 1 - dims.index("C")  # counted from the end: slots of several groups have an axis more
+        return value[(..., slice(num_rows), *(slice(None),) * behind)]
     return value if tap.kind in ("int", "pool") else value[:num_reqs]
+
+
+def by_group(slots):
+    """The tap of slots `[G, S]`: `[S]` where the drafter has one page group."""
+    return slots[0] if len(slots) == 1 else slots
 
 
 def no_taps(name: str, value):

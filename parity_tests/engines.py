@@ -70,20 +70,22 @@ def make_engine(kind: str, *, fill: float | None = None, **options):
         else:
             engine.capture(progress=False)
     if fill is not None:
-        set_pool(engine, np.full(engine.state.pool.shape, fill, np.float32))
+        set_pool(engine, fill)
     return engine
 
 
-def set_pool(engine, values: np.ndarray) -> None:
-    if isinstance(engine.state.pool, torch.Tensor):
-        engine.state.pool[:] = torch.as_tensor(values)
-    else:
-        engine.state = engine.state._replace(pool=jnp.asarray(values, engine.state.pool.dtype))
+def set_pool(engine, values) -> None:
+    """Put these values in every group's pool."""
+    for pool in engine.state.pools if isinstance(engine.state.pools[0], torch.Tensor) else ():
+        pool[:] = torch.as_tensor(values)
+    if isinstance(engine.state.pools[0], jax.Array):
+        pools = tuple(jnp.broadcast_to(jnp.asarray(values, pool.dtype), pool.shape) for pool in engine.state.pools)
+        engine.state = engine.state._replace(pools=pools)
 
 
 def pool_of(engine) -> np.ndarray:
     """The pool slot by slot: [L, 2, slots, K, H]."""
-    pool = engine.state.pool
+    pool = engine.state.pools[0]
     pool = numpy(pool.cpu() if isinstance(pool, torch.Tensor) else pool)
     return pool.reshape(*pool.shape[:2], -1, *pool.shape[4:])
 
@@ -92,7 +94,8 @@ def slots_of(engine, request_id, start: int = 0, stop: int | None = None) -> lis
     """Slots of a request's positions; by default its stored context."""
     request, page = engine.requests.requests[request_id], engine.config.page_size
     positions = range(start, request.context_len if stop is None else stop)
-    return [request.pages[p // page] * page + p % page for p in positions]
+    pages = request.pages[0].ids
+    return [pages[p // page] * page + p % page for p in positions]
 
 
 def step_for(ids, num_context, num_rejected=0, num_sampled=1, last=7, **more) -> TargetStep:

@@ -204,14 +204,14 @@ def test_the_step_s_anchor_sees_the_whole_block(f):
     options = {} if f.name == "jax" else {"table_width": 16, "attention": "sdpa"}
 
     def run(weights, pool, rows, ints):
-        state = f.draft_step.DraftState(pool)
-        return f.draft_step.draft_step(config, weights, state, rows, ints, num_reqs=1, **options)[0].pool
+        state = f.draft_step.DraftState((pool,))
+        return f.draft_step.draft_step(config, weights, state, rows, ints, num_reqs=1, **options)[0].pools[0]
 
     weights, found = weights_of(f.name), []
     for changed in (0.0, 1.0):
         embedding = numpy(weights.embed_tokens)
         embedding[CONFIG.mask_token_id] += changed
-        pool = f.pool(f.kv_cache.pool_shape(CONFIG.geometry, config.num_pages, PAGE))
+        pool = f.pool(f.kv_cache.pool_shape(CONFIG.geometry, config.num_pages[0], PAGE))
         args = weights._replace(embed_tokens=f.floats(embedding)), pool, f.floats(features(3)), ints
         found.append(numpy(f.run(run, *args))[:, :, 1, 3])  # the first page, position 3
     before, after = found

@@ -92,7 +92,7 @@ def test_rejected_rows_behind_the_block_write_nothing(kind):
     engine = make_engine(kind, fill=np.nan)
     engine.add_request(0)
     engine.propose(step_for([0], 10, 8), features(10))
-    assert len(engine.requests.requests[0].pages) == 2
+    assert len(engine.requests.requests[0].pages[0].ids) == 2
     assert written(engine) == sorted(slots_of(engine, 0, 0, 2 + K + 1))
 
 
@@ -205,7 +205,7 @@ def test_a_fourth_request_changes_no_bit(kind):
         slots = slots_of(three, i, 0, three.requests.requests[i].context_len + K + 1)
         other = slots_of(four, i, 0, four.requests.requests[i].context_len + K + 1)
         np.testing.assert_array_equal(pool_of(three)[:, :, slots], pool_of(four)[:, :, other])
-    pages = {page for request in three.requests.requests.values() for page in request.pages}
+    pages = {page for request in three.requests.requests.values() for page in request.pages[0].ids}
     assert {slot // LIMITS.page_size for slot in written(three)} == pages
 
 
@@ -247,7 +247,7 @@ def test_the_pool_is_pages(f, big_weights, max_num_seqs, max_model_len):
     engine = {"jax": jax_dflash.engine, "torch": torch_ref.engine}[f.name].DraftEngine(
         BIG, big_weights[f.name], max_num_seqs=max_num_seqs, max_model_len=max_model_len, page_size=16, num_pages=10
     )
-    pool = engine.state.pool
+    pool = engine.state.pools[0]
     assert pool.nbytes == 1_638_400
     if f.name == "torch":  # and the row behind the last page of each layer's K and V, where PAD goes
         assert pool.untyped_storage().nbytes() == 1_638_400 + 10_240
@@ -272,7 +272,7 @@ def test_a_step_reserves_the_anchor_and_its_drafts(context, pages):
     requests = RequestTable(config, external_pages=False)
     requests.add(0)
     requests.reserve(step_for([0], context))
-    assert len(requests.requests[0].pages) == pages
+    assert len(requests.requests[0].pages[0].ids) == pages
 
 
 @pytest.mark.parametrize("num_live", range(1, 9))
@@ -299,7 +299,7 @@ def test_target_and_draft_pools_keep_their_dtypes(f):
     draft = engines[f.name].DraftEngine(CONFIG, weights_of(f.name, "bfloat16"), **make)
     for attempt in range(2):
         assert str(target.dtype).endswith("float32")
-        assert str(draft.state.pool.dtype).endswith("bfloat16")
+        assert str(draft.state.pools[0].dtype).endswith("bfloat16")
         if attempt == 0:
             with pytest.raises(InputError, match="num_pages=1: page 0 is the null page"):
                 engines[f.name].DraftEngine(CONFIG, weights_of(f.name), **make, num_pages=1)

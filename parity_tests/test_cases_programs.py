@@ -288,7 +288,7 @@ def test_pad_leaves_the_last_slot(kind):
 def guarded(kind):
     """An engine on NaN whose requests can only have the pages in the middle; the outer ones are guards."""
     engine = make_engine(kind, fill=np.nan)
-    allocator = engine.requests.allocator
+    allocator = engine.requests.allocators[0]
     pages = allocator.allocate(allocator.num_free)
     usable = pages[20:620:2]  # every other page: guards between them, too
     allocator.free(usable)

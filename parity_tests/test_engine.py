@@ -95,17 +95,17 @@ def run_trace(engine, ids, steps=3, seed=0):
 
 def context_pages(engine, request_id):
     request = engine.requests.requests[request_id]
-    pool = np.asarray(engine.state.pool)
-    return pool[:, :, request.pages].reshape(2, 2, -1, 3, 8)[:, :, : request.context_len]
+    pool = np.asarray(engine.state.pools[0])
+    return pool[:, :, request.pages[0].ids].reshape(2, 2, -1, 3, 8)[:, :, : request.context_len]
 
 
 def test_capture_changes_no_page(weights, compiled):
     """Would catch: warm-up that writes through slot 0 or a wrapped -1 into a page."""
     engine = fresh(compiled, weights)
-    sentinel = np.random.default_rng(3).standard_normal(engine.state.pool.shape).astype(np.float32)
-    engine.state = DraftState(jnp.asarray(sentinel))
+    sentinel = np.random.default_rng(3).standard_normal(engine.state.pools[0].shape).astype(np.float32)
+    engine.state = DraftState((jnp.asarray(sentinel),))
     engine.capture(progress=False)
-    np.testing.assert_array_equal(np.asarray(engine.state.pool), sentinel)
+    np.testing.assert_array_equal(np.asarray(engine.state.pools[0]), sentinel)
 
 
 def test_capture_order_is_largest_first(compiled):
@@ -116,7 +116,7 @@ def test_capture_order_is_largest_first(compiled):
 
 def test_pool_is_donated_and_aliased(compiled):
     """Would catch: a program that copies the pool instead of writing in place."""
-    pool_bytes = 4 * int(np.prod(compiled.state.pool.shape))
+    pool_bytes = 4 * int(np.prod(compiled.state.pools[0].shape))
     assert all(row.alias_bytes == pool_bytes for row in compiled.programs.report)
 
 
@@ -185,9 +185,9 @@ def test_large_batch_then_small_equals_fresh(weights, compiled):
 def test_foreign_pages_of_nan_change_nothing(weights, compiled):
     """Would catch: reads past seq_lens, or of the null page, whose weight 0 x NaN is NaN."""
     clean, poisoned = fresh(compiled, weights), fresh(compiled, weights)
-    poisoned.state = DraftState(jnp.full_like(poisoned.state.pool, jnp.nan))
+    poisoned.state = DraftState((jnp.full_like(poisoned.state.pools[0], jnp.nan),))
     np.testing.assert_array_equal(run_trace(poisoned, [0, 1, 2]), run_trace(clean, [0, 1, 2]))
-    assert np.isnan(np.asarray(poisoned.state.pool)[:, :, 0]).all(), "the null page was written"
+    assert np.isnan(np.asarray(poisoned.state.pools[0])[:, :, 0]).all(), "the null page was written"
     assert np.isfinite(context_pages(poisoned, 2)).all()
 
 
@@ -266,9 +266,11 @@ def test_external_pages(weights, compiled):
     inside = fresh(compiled, weights)
     inside.add_request(0)
     np.testing.assert_array_equal(outside.propose(step, features(6)), inside.propose(step_for([0], 6), features(6)))
-    pool = np.asarray(outside.state.pool)
+    pool = np.asarray(outside.state.pools[0])
     assert [p for p in range(pool.shape[2]) if pool[:, :, p].any()] == [4, 7, 9]
-    with pytest.raises(InputError, match="has no page for positions 6 to 9; reserve 4 rows of lookahead"):
+    with pytest.raises(
+        InputError, match="has no page for position 8; its block sees positions 0 to 9; reserve 4 rows of lookahead"
+    ):
         outside.propose(replace(step, block_tables=tables[:, :2], start_position=np.zeros(1, np.int32)), features(6))
     with pytest.raises(InputError, match="page ids outside 0 to 80"):
         outside.propose(replace(step, block_tables=tables + 80), features(6))
@@ -285,7 +287,7 @@ def test_refusals_change_nothing(weights, compiled):
         engine.add_request("sixth")
     with pytest.raises(InputError, match="request 3 is already live"):
         engine.add_request(3)
-    free = engine.requests.allocator.num_free
+    free = engine.requests.allocators[0].num_free
     with pytest.raises(InputError, match="4 of 4 context rows rejected"):
         engine.propose(step_for([0, 1], 4, [0, 4]), features(8))
     with pytest.raises(InputError, match="49 context rows exceed max_num_batched_tokens=48"):
@@ -302,9 +304,9 @@ def test_refusals_change_nothing(weights, compiled):
         engine.propose(step_for([1], 4, last=61), features(4))
     with pytest.raises(InputError, match="num_sampled is float64, expected integers"):
         engine.propose(replace(step_for([1], 4), num_sampled=np.array([1.5])), features(4))
-    assert engine.requests.allocator.num_free == free
+    assert engine.requests.allocators[0].num_free == free
     assert all(request.context_len == 0 for request in engine.requests.requests.values())
-    np.testing.assert_array_equal(np.asarray(engine.state.pool), 0)
+    np.testing.assert_array_equal(np.asarray(engine.state.pools[0]), 0)
 
 
 def test_out_of_pages_harms_nobody(weights):
@@ -313,12 +315,12 @@ def test_out_of_pages_harms_nobody(weights):
     engine.add_request(0)
     engine.add_request(1)
     first = engine.propose(step_for([0], 8), features(8))  # 8 + 4 rows: 3 pages
-    pool = np.asarray(engine.state.pool)
+    pool = np.asarray(engine.state.pools[0])
     with pytest.raises(InputError, match="needs 7 more pages of 4 tokens, 4 are free"):
         engine.propose(step_for([0, 1], [8, 13]), features(21))
-    np.testing.assert_array_equal(np.asarray(engine.state.pool), pool)
+    np.testing.assert_array_equal(np.asarray(engine.state.pools[0]), pool)
     assert engine.requests.requests[0].context_len == 8
-    assert engine.requests.requests[1].pages == []
+    assert engine.requests.requests[1].pages[0].ids == []
     engine.remove_request(0)
     engine.add_request(2)
     np.testing.assert_array_equal(engine.propose(step_for([2], 8), features(8)), first)
@@ -333,7 +335,7 @@ def test_near_max_model_len(weights, compiled):
     drafts = engine.propose(step_for([0], 3), features(3))  # 63 tokens: one position is left for a block of 4
     assert drafts.shape == (1, K)
     assert engine.requests.requests[0].context_len == 63
-    assert len(engine.requests.requests[0].pages) == 16
+    assert len(engine.requests.requests[0].pages[0].ids) == 16
 
 
 def test_limits_at_the_start(weights):

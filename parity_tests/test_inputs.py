@@ -24,7 +24,8 @@ def prepare(f, *, num_reqs, width, context_rows, num_rows=None, page_size=4, **o
     layout = IntsLayout(num_reqs, width)
     run = _prepare(f.name, layout, tuple((options | {"context_rows": context_rows, "page_size": page_size}).items()))
     inputs = run(f.ints(layout.pack(columns, num_rows)))
-    return {name: np.asarray(value).tolist() for name, value in inputs._asdict().items()}
+    values = {name: np.asarray(value) for name, value in inputs._asdict().items()}
+    return {name: (value[0] if name.endswith("slots") else value).tolist() for name, value in values.items()}
 
 
 @functools.cache

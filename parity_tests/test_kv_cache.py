@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from jax_dflash.attention import dense as jax_dense
 from parity_tests.tiny import FRAMEWORKS, numpy
@@ -150,6 +151,33 @@ def test_the_loop_follows_the_longest_live_request(seq_lens, trips):
     assert int(found) == trips
     expected = reference_attention(pool.astype(np.float64), 0, q.astype(np.float64), tables, lens)
     np.testing.assert_allclose(numpy(out), expected, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "seq_lens, window, trips",
+    [([700, 0], 5, 1), ([700, 300], 5, 2), ([513, 513], 3, 2), ([700, 3], 5, 3), ([700, 0], 900, 3), ([0, 0], 5, 0)],
+)
+def test_the_loop_begins_with_the_first_chunk_that_a_row_sees(seq_lens, window, trips):
+    """A windowed layer that reads everything before its window, or from its longest request's window on; a padded request
+    counted as one that sees key 0. Three rows: the first of the window is key length - 3 - (window - 1)."""
+    rng = np.random.default_rng(0)
+    pool = rng.standard_normal((1, 2, 193, 4, 1, 2)).astype(np.float32)
+    tables = 1 + np.stack([rng.permutation(192), rng.permutation(192)]).astype(np.int32)
+    q, lens = rng.standard_normal((2, 3, 2, 2)).astype(np.float32), np.array(seq_lens, np.int32)
+    args = jnp.asarray(pool), 0, jnp.asarray(q), jnp.asarray(tables), jnp.asarray(lens)
+    bounds = jax_dense.key_bounds(args[-1], 3, window, False)
+    out, found = jax_dense._attention(*args, *bounds)
+    assert int(found) == trips
+    dense = FRAMEWORKS["torch"].dense
+    args = [torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in (pool, 0, q, tables, lens)]
+    args[0] = FRAMEWORKS["torch"].pool(pool.shape, fill=pool)
+    bounds = dense.key_bounds(args[-1], 3, window, False)
+    start = min([max(0, n - 3 - (window - 1)) for n in seq_lens if n], default=0) // 256 * 256
+    keys = dense.find_keys(args[3], args[4], 4, *bounds, start)
+    assert keys.slots.shape[1] == 768 - start
+    whole = dense.attention(*args, *bounds, kernel="dense")
+    assert torch.equal(dense.attend_keys(args[0], 0, args[2], keys, "dense"), whole)
+    np.testing.assert_allclose(numpy(out), numpy(whole), atol=2e-6)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -92,9 +92,11 @@ def run_lockstep(engines, num_steps, seed=0, before=lambda: None):
 
 def stored_context(engine) -> list[np.ndarray]:
     """K and V of every live request's context, in order of position."""
-    pool = numpy(engine.state.pool.cpu() if isinstance(engine.state.pool, torch.Tensor) else engine.state.pool)
+    pool = numpy(
+        engine.state.pools[0].cpu() if isinstance(engine.state.pools[0], torch.Tensor) else engine.state.pools[0]
+    )
     flat = [
-        (pool[:, :, r.pages].reshape(*pool.shape[:2], -1, *pool.shape[4:]), r)
+        (pool[:, :, r.pages[0].ids].reshape(*pool.shape[:2], -1, *pool.shape[4:]), r)
         for r in engine.requests.requests.values()
     ]
     return [kv[:, :, : r.context_len] for kv, r in flat]
@@ -152,7 +154,7 @@ def test_static_buffers_draft_what_eager_drafts(config):
     rows = run_lockstep([eager, graph], 60, seed=1, before=poison)
     assert any(M > n * (K + 1) for n, M in rows) and any(M < n * (K + 1) for n, M in rows)
     assert_same_context(eager, graph)
-    assert np.isfinite(numpy(graph.state.pool)).all()
+    assert np.isfinite(numpy(graph.state.pools[0])).all()
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1, K + 1])
@@ -176,12 +178,12 @@ def test_rows_around_the_bucket_s_own(extra):
 def test_the_body_of_an_empty_batch_keeps_the_pool():
     """Warm-up and capture that write through PAD into a page."""
     engine = with_bodies(torch_engine())
-    engine.state.pool[:] = torch.randn(engine.state.pool.shape, generator=torch.Generator().manual_seed(0))
-    before = engine.state.pool.clone()
+    engine.state.pools[0][:] = torch.randn(engine.state.pools[0].shape, generator=torch.Generator().manual_seed(0))
+    before = engine.state.pools[0].clone()
     for descriptor, graph in engine.graphs.graphs.items():
         graph.replay()
         assert engine.graphs.draft_tokens[descriptor].shape == (descriptor.num_reqs, K)
-    assert torch.equal(engine.state.pool, before)
+    assert torch.equal(engine.state.pools[0], before)
 
 
 def test_read_only_and_bfloat16_features_are_taken():
@@ -232,7 +234,7 @@ def test_refusals():
     with pytest.raises(InputError, match="features have 2 rows, the step's num_context add up to 3"):
         engine.propose(three, features[:2])
     assert [r.context_len for r in engine.requests.requests.values()] == [0, 0, 0]
-    assert not engine.state.pool.any()
+    assert not engine.state.pools[0].any()
 
 
 def test_a_batch_off_the_ladder_runs_eagerly():
@@ -259,7 +261,7 @@ def test_replay_drafts_what_eager_drafts_on_the_gpu(config, page_size):
 
     run_lockstep([eager, graph], 200, seed=3, before=poison)
     assert_same_context(eager, graph)
-    assert torch.isfinite(graph.state.pool).all()
+    assert torch.isfinite(graph.state.pools[0]).all()
 
 
 @gpu
@@ -267,10 +269,10 @@ def test_replay_drafts_what_eager_drafts_on_the_gpu(config, page_size):
 def test_capture_keeps_the_pool_on_the_gpu():
     """Warm-up or capture that writes into a page."""
     engine = torch_engine("cuda", mode="cuda_graph")
-    engine.state.pool.normal_()
-    before = engine.state.pool.clone()
+    engine.state.pools[0].normal_()
+    before = engine.state.pools[0].clone()
     engine.capture(progress=False)
-    assert torch.equal(engine.state.pool, before)
+    assert torch.equal(engine.state.pools[0], before)
 
 
 @gpu

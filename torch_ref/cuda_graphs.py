@@ -62,7 +62,7 @@ class CudaGraphs:
         return tokens
 
     def capture(self, *, progress: bool = True) -> None:
-        """Warm each bucket up on PAD slots and capture it. The KV pool keeps its bits."""
+        """Warm each bucket up on PAD slots and capture it. The KV pools keep their bits."""
         pool = torch.cuda.graph_pool_handle()
         descriptors = self.ladder.capture_order(GraphMode.FULL)
         for descriptor in track(

@@ -1,6 +1,6 @@
 """The whole draft step as one function: prepare_inputs, combine, context K/V, query forward, LM head, sampling.
 
-N requests of the bucket, Q = K + 1 query rows each, C context rows, F feature width.
+N requests of the bucket, Q = K + 1 query rows each, C context rows, F feature width, G page groups.
 """
 
 from typing import NamedTuple
@@ -9,25 +9,25 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from jax_dflash.batch import EngineConfig
-from jax_dflash.taps import TapCall, no_taps
+from jax_dflash.batch import CHUNK_KEYS, EngineConfig
+from jax_dflash.taps import TapCall, by_group, no_taps
 from torch_ref import drafter, sampling
 from torch_ref.attention import dense
 from torch_ref.drafter import DraftWeights
 from torch_ref.inputs import StepInputs, prepare_inputs
-from torch_ref.kv_cache import Pool, pool_shape, store_context, store_layer, zero_pool
+from torch_ref.kv_cache import Pool, layers_in_order, pool_shapes, store_context, store_layer, zero_pool
 
 
 class DraftState(NamedTuple):
     """What a step changes, in place."""
 
-    pool: Pool
+    pools: tuple[Pool, ...]  # one for each page group
 
 
 def step_inputs(
     config: EngineConfig, ints: Int[Tensor, "_"], num_reqs: int, context_rows: int
-) -> tuple[StepInputs, Int[Tensor, "N W"]]:
-    """prepare_inputs of a packed array, and its block tables."""
+) -> tuple[StepInputs, dict[str, Tensor]]:
+    """prepare_inputs of a packed array, and the array's fields."""
     fields = config.layout(num_reqs).unpack(ints)
     inputs = prepare_inputs(
         fields,
@@ -37,61 +37,74 @@ def step_inputs(
         page_size=config.page_size,
         max_model_len=config.max_model_len,
     )
-    return inputs, fields["block_tables"]
+    return inputs, fields
 
 
 def context_step(
     config: EngineConfig,
     weights: DraftWeights,
-    pool: Pool,
+    pools: tuple[Pool, ...],
     features: Float[Tensor, "C F"],
     inputs: StepInputs,
     tap: TapCall = no_taps,
-) -> Pool:
+) -> tuple[Pool, ...]:
     """Combine the target's hidden states, make every layer's context K/V, and store them."""
     features = tap("features", features)
     tap("context_positions", inputs.context_positions)
-    tap("context_slots", inputs.context_slots)
+    tap("context_slots", by_group(inputs.context_slots))
     combined = tap("combined", drafter.combine_hidden_states(weights, features))
     kv = drafter.precompute_context_kv(weights, config.draft, combined, inputs.context_positions, tap)
-    return store_context(pool, kv, inputs.context_slots)
+    if len(pools) == 1:
+        return (store_context(pools[0], kv, inputs.context_slots[0]),)
+    groups = zip(pools, config.draft.page_groups, inputs.context_slots, strict=True)
+    # No index array: it would have to come from the host, which a CUDA graph cannot hold.
+    return tuple(
+        store_context(pool, torch.stack([kv[i] for i in group.layers]), slots) for pool, group, slots in groups
+    )
 
 
 def query_step(
     config: EngineConfig,
     weights: DraftWeights,
-    pool: Pool,
+    pools: tuple[Pool, ...],
     inputs: StepInputs,
-    block_tables: Int[Tensor, "N W"],
+    fields: dict[str, Tensor],
     tap: TapCall = no_taps,
     *,
+    first_keys: tuple[int, ...] | None = None,
     attention: str,
-) -> tuple[Pool, Int[Tensor, "N K"]]:
+) -> tuple[tuple[Pool, ...], Int[Tensor, "N K"]]:
     """One pass over [anchor, mask x K] of each request, and its K greedy drafts. It reads as many pages of
-    each request as `block_tables` is wide."""
-    N, Q = block_tables.shape[0], config.query_len
-    kinds = [(layer.window, layer.causal) for layer in config.draft.layers]
+    each request as the block tables are wide, less those before the chunk of a page group's `first_keys`."""
+    N, Q, places = len(inputs.seq_lens), config.query_len, config.draft.layer_places
+    kinds = [(group, layer.window, layer.causal) for (group, _), layer in zip(places, config.draft.layers, strict=True)]
+    starts = [key // CHUNK_KEYS * CHUNK_KEYS for key in first_keys or [0] * len(pools)]
     keys = {
-        kind: dense.find_keys(
-            block_tables, inputs.seq_lens, config.page_size, *dense.key_bounds(inputs.seq_lens, Q, *kind)
+        (group, window, causal): dense.find_keys(
+            fields["block_tables"][group],
+            inputs.seq_lens,
+            config.page_size,
+            *dense.key_bounds(inputs.seq_lens, Q, window, causal),
+            starts[group],
         )
-        for kind in dict.fromkeys(kinds)
+        for group, window, causal in dict.fromkeys(kinds)
     }
     slots = inputs.query_slots.long()  # once, for the indexing of all layers
 
-    def attend(pool, layer, q, k, v):
-        pool = store_layer(pool, layer, k.flatten(0, 1), v.flatten(0, 1), slots)
-        return pool, dense.attend_keys(pool, layer, q, keys[kinds[layer]], attention)
+    def attend(pools, layer, q, k, v):
+        group, at = places[layer]
+        store_layer(pools[group], at, k.flatten(0, 1), v.flatten(0, 1), slots[group])
+        return pools, dense.attend_keys(pools[group], at, q, keys[kinds[layer]], attention)
 
     for name, value in inputs._asdict().items():
         if not name.startswith("context"):
-            tap(name, value)
+            tap(name, by_group(value) if name == "query_slots" else value)
     x = tap("embeds", drafter.embed(weights, config.draft, inputs.input_ids.reshape(N, Q)))
     positions = inputs.query_positions.reshape(N, Q)
-    pool, hidden = drafter.query_forward(weights, config.draft, pool, x, positions, attend, tap)
+    pools, hidden = drafter.query_forward(weights, config.draft, pools, x, positions, attend, tap)
     hidden = tap("hidden", hidden[:, 1:])  # the rows of `sample_indices`: all but the anchor's
     logits = tap("logits", drafter.compute_logits(weights, config.draft, hidden))
-    return pool, tap("draft_tokens", sampling.greedy(logits))
+    return pools, tap("draft_tokens", sampling.greedy(logits))
 
 
 def draft_step(
@@ -103,18 +116,23 @@ def draft_step(
     *,
     num_reqs: int,
     table_width: int,
+    first_keys: tuple[int, ...] | None = None,
     attention: str,
     tap: TapCall = no_taps,
 ) -> tuple[DraftState, Int[Tensor, "N K"]]:
-    """One draft step of a bucket; attention reads `table_width` pages of each request by the kernel of that name."""
-    inputs, block_tables = step_inputs(config, ints, num_reqs, features.shape[0])
-    pool = context_step(config, weights, state.pool, features, inputs, tap)
-    pool, draft_tokens = query_step(
-        config, weights, pool, inputs, block_tables[:, :table_width], tap, attention=attention
+    """One draft step of a bucket; attention reads `table_width` pages of each request by the kernel of that name.
+    `first_keys`, where the host knows them: of each page group the first key that any row sees."""
+    inputs, fields = step_inputs(config, ints, num_reqs, features.shape[0])
+    fields["block_tables"] = fields["block_tables"][:, :, :table_width]
+    pools = context_step(config, weights, state.pools, features, inputs, tap)
+    pools, draft_tokens = query_step(
+        config, weights, pools, inputs, fields, tap, first_keys=first_keys, attention=attention
     )
-    return DraftState(tap("pool", pool)), draft_tokens
+    if tap is not no_taps:
+        tap("pool", layers_in_order(config.draft, pools))
+    return DraftState(pools), draft_tokens
 
 
 def zero_state(config: EngineConfig, dtype: torch.dtype, device: torch.device | str) -> DraftState:
-    """A fresh pool."""
-    return DraftState(zero_pool(pool_shape(config.draft.geometry, config.num_pages, config.page_size), dtype, device))
+    """Fresh pools."""
+    return DraftState(tuple(zero_pool(shape, dtype, device) for shape in pool_shapes(config)))

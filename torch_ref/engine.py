@@ -1,5 +1,7 @@
 """DraftEngine: requests in, draft tokens out; the call surface of `jax_dflash.engine.DraftEngine`."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int
@@ -39,7 +41,7 @@ class DraftEngine:
         num_speculative_tokens: int | None = None,
         max_num_batched_tokens: int | None = None,
         page_size: int = 16,
-        num_pages: int | None = None,
+        num_pages: int | Sequence[int] | None = None,
         ladder: BucketLadder | None = None,
         external_pages: bool = False,
         allow_long_block: bool = False,
@@ -136,10 +138,11 @@ class DraftEngine:
     def _eager(
         self, descriptor: BatchDescriptor, columns: dict[str, np.ndarray], features: Tensor
     ) -> Int[Tensor, "N K"]:
-        """The bucket's step without a graph: all context rows at once, and pages up to the longest live request."""
+        """The bucket's step without a graph: all context rows at once, and pages of keys that some
+        live request sees."""
         tap = Taps(self.taps)
         end = columns["start_position"] + columns["num_context"] - columns["num_rejected"]
-        longest = min(int(end.max()) + self.config.query_len, self.config.max_model_len)
+        first_keys = self.config.first_keys(end).min(axis=1)
         self.state, tokens = draft_step(
             self.config,
             self.weights,
@@ -147,7 +150,8 @@ class DraftEngine:
             features,
             self._pack(descriptor, columns, features.shape[0]).to(self.device),
             num_reqs=descriptor.padded_reqs,
-            table_width=self.requests.num_pages_for(longest),
+            table_width=self.requests.num_pages_for(int(self.config.stop_keys(end).max())),
+            first_keys=tuple(first_keys.tolist()),
             attention=self.attention,
             tap=tap,
         )
@@ -167,8 +171,8 @@ class DraftEngine:
             ints = self._pack(descriptor, columns, num_rows).to(self.device)
             inputs, _ = step_inputs(self.config, ints, descriptor.padded_reqs, num_rows)
             surplus = inputs._replace(
-                context_positions=inputs.context_positions[own_rows:], context_slots=inputs.context_slots[own_rows:]
+                context_positions=inputs.context_positions[own_rows:], context_slots=inputs.context_slots[:, own_rows:]
             )
-            context_step(self.config, self.weights, self.state.pool, features[own_rows:], surplus)
+            context_step(self.config, self.weights, self.state.pools, features[own_rows:], surplus)
             features = features[:own_rows]
         return graphs.replay(descriptor, features, self._pack(descriptor, columns, features.shape[0]))

@@ -1,6 +1,7 @@
 """prepare_inputs: positions, slots, lengths and sample rows of one draft step, from the packed integers.
 
-N requests of the bucket (padded ones included), Q = num_speculative_tokens + 1 query rows each, C context rows.
+N requests of the bucket (padded ones included), Q = num_speculative_tokens + 1 query rows each, C context rows,
+G page groups.
 Nothing here waits for the device or depends on a value in shape, so that a CUDA graph can hold it.
 """
 
@@ -14,13 +15,14 @@ from jax_dflash.batch import NULL_PAGE, PAD_SLOT
 
 
 class StepInputs(NamedTuple):
-    """All integers of a step, int32. Padded requests and rows are inert: slot PAD, length 0, request -1, index 0."""
+    """All integers of a step, int32. Padded requests and rows are inert: slot PAD, length 0, request -1, index 0.
+    Slots are those of each page group."""
 
     context_positions: Int[Tensor, "C"]
-    context_slots: Int[Tensor, "C"]
+    context_slots: Int[Tensor, "G C"]
     input_ids: Int[Tensor, "N*Q"]
     query_positions: Int[Tensor, "N*Q"]
-    query_slots: Int[Tensor, "N*Q"]
+    query_slots: Int[Tensor, "G N*Q"]
     query_start_loc: Int[Tensor, "N+1"]
     seq_lens: Int[Tensor, "N"]
     sample_indices: Int[Tensor, "N*K"]
@@ -51,7 +53,7 @@ def prepare_inputs(
     request by request, without gaps. A request's rejected rows are its last ones; the block follows its last valid
     position."""
     tables, start = fields["block_tables"], fields["start_position"]
-    N, Q = tables.shape[0], query_len
+    N, Q = tables.shape[1], query_len
     kind = {"dtype": start.dtype, "device": start.device}
     live = fields["request_index"] >= 0
     num_context = torch.where(live, fields["num_context"], 0)
@@ -63,14 +65,15 @@ def prepare_inputs(
     offset = row - (ends - num_context)[owner]
     valid = (row < fields["num_rows"]) & (row < ends[-1]) & (offset < num_valid[owner])
     context_positions = torch.where(valid, start[owner] + offset, 0)
-    context_slots = slot_mapping(context_positions, tables[owner], page_size, max_model_len)
+    context_slots = [slot_mapping(context_positions, table[owner], page_size, max_model_len) for table in tables]
+    context_slots = torch.stack(context_slots)
     context_slots = torch.where(valid, context_slots, PAD_SLOT)
 
     last_valid = start + num_valid - 1
     steps = torch.arange(Q, **kind)
     unclamped = last_valid[:, None] + 1 + steps
-    each_table = tables[:, None].expand(-1, Q, -1).flatten(0, 1)
-    slots = slot_mapping(unclamped.reshape(-1), each_table, page_size, max_model_len)
+    each_table = tables[:, :, None].expand(-1, -1, Q, -1).flatten(1, 2)
+    slots = [slot_mapping(unclamped.reshape(-1), table, page_size, max_model_len) for table in each_table]
     anchor = torch.where(fields["num_sampled"] > 0, fields["last_sampled"], fields["next_prefill"])
     ids = torch.where(steps == 0, anchor[:, None], mask_token_id)
     each = live[:, None]
@@ -82,7 +85,7 @@ def prepare_inputs(
         context_slots=context_slots,
         input_ids=torch.where(each, ids, 0).reshape(-1),
         query_positions=torch.where(each, unclamped.clamp(max=max_model_len - 1), 0).reshape(-1),
-        query_slots=torch.where(each, slots.reshape(N, Q), PAD_SLOT).reshape(-1),
+        query_slots=torch.where(each, torch.stack(slots).reshape(-1, N, Q), PAD_SLOT).flatten(1),
         query_start_loc=torch.minimum(torch.arange(N + 1, **kind), num_live) * Q,
         seq_lens=torch.where(live, (last_valid + 1 + Q).clamp(max=max_model_len), 0),
         sample_indices=torch.where(each, first + steps[1:], 0).reshape(-1),

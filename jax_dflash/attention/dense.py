@@ -1,6 +1,7 @@
 """Attention over gathered pages, in key chunks with an online softmax (Milakov & Gimelshein 2018).
 
-The number of chunks is data: it follows the longest live request, not the width of the block tables.
+The number of chunks is data: from the first that a live request sees to the end of the longest one, not the width of the
+block tables.
 B requests, T query rows of one request, N query heads, K KV heads, G = N/K, H head dim, S keys of one chunk.
 """
 
@@ -25,9 +26,16 @@ def padded_width(num_pages: int, page_size: int) -> int:
     return -(-num_pages // width) * width
 
 
-def num_chunks(seq_lens: Int[Array, "B"], chunk_keys: int) -> Int[Array, ""]:
-    """Trips of the loop: enough for the longest request of the batch."""
-    return (jnp.max(seq_lens) + chunk_keys - 1) // chunk_keys
+def chunk_range(
+    seq_lens: Int[Array, "B"], first_key: Int[Array, "B T"] | None, chunk_keys: int
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """(first, stop) of the loop: from the first chunk that a live row of the batch sees to the longest request."""
+    longest = jnp.max(seq_lens)
+    stop = (longest + chunk_keys - 1) // chunk_keys
+    if first_key is None:
+        return jnp.zeros_like(stop), stop
+    first = jnp.where(seq_lens > 0, jnp.min(first_key, axis=1), longest)
+    return jnp.maximum(jnp.min(first), 0) // chunk_keys, stop
 
 
 def key_bounds(
@@ -54,8 +62,8 @@ def attention(
     """Every query sees keys 0 to seq_len - 1 of its request; of these only those up to its `last_key` (for a causal row its
     own position) and from its `first_key` on.
 
-    Scale is H^-0.5. A request of seq_len 0 gets zeros. Rows of the pool from seq_len on may hold NaN, and so may those that
-    no query of the request sees.
+    `pool` is a page group's and `layer` an index in it. Scale is H^-0.5. A request of seq_len 0 gets zeros. Rows of the pool
+    from seq_len on may hold NaN, and so may those that no query of the request sees.
     """
     return _attention(pool, layer, q, block_tables, seq_lens, last_key, first_key)[0]
 
@@ -75,7 +83,7 @@ def _attention(pool, layer, q, block_tables, seq_lens, last_key=None, first_key=
     def by_row(bound):
         return jnp.tile(bound, (1, N // K))[:, None, :, None]  # [B, 1, R, 1]
 
-    trips = num_chunks(seq_lens, width * page_size)
+    first, stop = chunk_range(seq_lens, first_key, width * page_size)
 
     def read_chunk(carry):
         chunk, running_max, total, out = carry
@@ -104,9 +112,9 @@ def _attention(pool, layer, q, block_tables, seq_lens, last_key=None, first_key=
         return chunk + 1, new_max, total, out * decay[..., None] + read
 
     zeros = jnp.zeros((B, K, R), accum)
-    start = (jnp.zeros_like(trips), zeros - jnp.inf, zeros, jnp.zeros((B, K, R, H), accum))
+    start = (first, zeros - jnp.inf, zeros, jnp.zeros((B, K, R, H), accum))
     with jax.named_scope("attend"):
-        trip, _, total, out = lax.while_loop(lambda carry: carry[0] < trips, read_chunk, start)
+        end, _, total, out = lax.while_loop(lambda carry: carry[0] < stop, read_chunk, start)
         out = out / jnp.where(total == 0, 1, total)[..., None]
         out = out.reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
-        return store(out, q.dtype), trip
+        return store(out, q.dtype), end - first

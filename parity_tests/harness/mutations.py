@@ -178,7 +178,7 @@ def attention_scores(m: Modules, weigh: Callable) -> Patch:
         visible = (keys < seq_lens[:, None])[:, None, None]
         for bound, sees in ((last_key, operator.le), (first_key, operator.ge)):
             if bound is not None:
-                visible = visible & sees(keys, xp.tile(bound, (1, N // K))[:, None, :, None])
+                visible = visible & sees(keys, xp.tile(xp.broadcast_to(bound, (B, T)), (1, N // K))[:, None, :, None])
         o = kernel(rows, k, v, visible).reshape(B, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
         return xp.where((seq_lens > 0)[:, None, None, None], o, 0)
 

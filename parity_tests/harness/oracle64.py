@@ -350,6 +350,9 @@ def run(
     )
     x = tap("features", read_features(model, step, context_rows, weights("fc").shape[1]))
     result |= ints
+    num_groups = len({layer.window for layer in model.layers})  # each has a block table, all of them this one
+    if num_groups > 1:
+        result |= {name: np.stack([ints[name]] * num_groups) for name in ("context_slots", "query_slots")}
     x = tap("combined", weights.linear(x, "fc"))
     x = tap("context_norm", rms_norm(x, weights("hidden_norm"), model.eps))
     context_k, context_v = context_kv(model, weights, x, ints["context_positions"])

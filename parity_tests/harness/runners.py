@@ -100,7 +100,7 @@ def engine_config(case: Case, draft: DraftConfig) -> EngineConfig:
         max_model_len=case.max_model_len,
         max_num_batched_tokens=max(case.context_rows, case.num_reqs * (case.num_speculative_tokens + 1)),
         page_size=case.page_size,
-        num_pages=case.pool.shape[2],
+        num_pages=(case.pool.shape[2],) * len(draft.page_groups),
         table_width=padded_width(case.columns["block_tables"].shape[1], case.page_size),
     )
 
@@ -112,6 +112,11 @@ def features(case: Case, draft: DraftConfig) -> np.ndarray:
     padded = np.full((case.context_rows, rows.shape[1]), np.nan, np.float32)
     padded[: case.live_rows] = rows
     return padded
+
+
+def pools_of(case: Case, draft: DraftConfig) -> list[np.ndarray]:
+    """The case's pool group by group; all groups take the case's one block table."""
+    return [case.pool[list(group.layers)] for group in draft.page_groups]
 
 
 def _run_jax(
@@ -130,6 +135,7 @@ def _run_jax(
 
     from jax_dflash import drafter, numerics
     from jax_dflash.draft_step import DraftState, draft_step
+    from jax_dflash.kv_cache import layers_in_order
     from jax_dflash.taps import Taps
 
     kind = numerics.as_dtype(dtype)
@@ -147,12 +153,12 @@ def _run_jax(
     ints = jnp.asarray(config.layout(case.num_reqs).pack(case.columns, case.live_rows))
     forced = {name: forced_array(name, value) for name, value in (forced or {}).items()}
 
-    def step(weights, pool, rows, ints, forced):
+    def step(weights, pools, rows, ints, forced):
         tap = Taps(level, forced)
-        state, tokens = draft_step(config, weights, DraftState(pool), rows, ints, num_reqs=case.num_reqs, tap=tap)
-        return {"draft_tokens": tokens, "pool": state.pool} | tap.values
+        state, tokens = draft_step(config, weights, DraftState(pools), rows, ints, num_reqs=case.num_reqs, tap=tap)
+        return {"draft_tokens": tokens, "pool": layers_in_order(draft, state.pools)} | tap.values
 
-    args = weights, array(case.pool), array(features(case, draft)), ints, forced
+    args = weights, tuple(map(array, pools_of(case, draft))), array(features(case, draft)), ints, forced
     if mode == "op":
         with jax.disable_jit():
             return traced(lambda: step(*args), rerun)
@@ -175,7 +181,7 @@ def _run_torch(
     from jax_dflash.taps import Taps
     from torch_ref import drafter, numerics
     from torch_ref.draft_step import DraftState, draft_step
-    from torch_ref.kv_cache import zero_pool
+    from torch_ref.kv_cache import layers_in_order, zero_pool
 
     numerics.pin_numerics()
     kind = numerics.as_dtype(dtype)
@@ -195,13 +201,14 @@ def _run_torch(
     ints = torch.from_numpy(config.layout(case.num_reqs).pack(case.columns, case.live_rows)).to(device)
 
     def step():
-        pool = zero_pool(case.pool.shape, kind, device)
-        pool[:] = array(case.pool)
+        pools = tuple(zero_pool(pool.shape, kind, device) for pool in pools_of(case, draft))
+        for pool, values in zip(pools, pools_of(case, draft), strict=True):
+            pool[:] = array(values)
         tap = Taps(level, forced)
         state, tokens = draft_step(
             config,
             weights,
-            DraftState(pool),
+            DraftState(pools),
             rows,
             ints,
             num_reqs=case.num_reqs,
@@ -209,7 +216,7 @@ def _run_torch(
             attention=attention,
             tap=tap,
         )
-        return {"draft_tokens": tokens, "pool": state.pool} | tap.values
+        return {"draft_tokens": tokens, "pool": layers_in_order(draft, state.pools)} | tap.values
 
     with torch.inference_mode():
         return traced(step, rerun)
@@ -228,7 +235,7 @@ def _run_graph(case: Case, dtype: str) -> Trace:
     from torch_ref import drafter, numerics
     from torch_ref.cuda_graphs import CudaGraphs
     from torch_ref.draft_step import DraftState
-    from torch_ref.kv_cache import zero_pool
+    from torch_ref.kv_cache import layers_in_order, zero_pool
 
     if not torch.cuda.is_available():
         raise CannotRun("torch.graph needs an NVIDIA GPU; pass --sut torch.eager or another runner")
@@ -242,21 +249,22 @@ def _run_graph(case: Case, dtype: str) -> Trace:
     config = engine_config(case, draft)
     kinds = {"f": kind, "i": torch.int32}
     tensors = {name: torch.tensor(v).to("cuda", kinds[v.dtype.kind]) for name, v in case.tensors.items()}
-    pool = zero_pool(case.pool.shape, kind, "cuda")
-    pool[:] = torch.tensor(case.pool).to("cuda", kind)
+    before = [torch.tensor(pool).to("cuda", kind) for pool in pools_of(case, draft)]
+    pools = tuple(zero_pool(pool.shape, kind, "cuda") for pool in before)
     ladder = BucketLadder.without_holes(max_num_seqs=case.num_reqs, query_len=Q)
     with torch.inference_mode():
         weights = drafter.pack(tensors, draft)
-        graphs = CudaGraphs(config, ladder, weights, DraftState(pool), "dense")
+        graphs = CudaGraphs(config, ladder, weights, DraftState(pools), "dense")
         graphs.capture(progress=False)
         descriptor = ladder.dispatch(case.num_reqs, case.num_reqs * Q, Q)
         rows = torch.tensor(features(case, draft)[: case.live_rows]).to("cuda", kind)
         ints = torch.from_numpy(config.layout(case.num_reqs).pack(case.columns, case.live_rows))
-        before = pool.clone()
 
         def replay():
-            pool.copy_(before)
-            return {"draft_tokens": graphs.replay(descriptor, rows, ints).clone(), "pool": pool.clone()}
+            for pool, values in zip(pools, before, strict=True):
+                pool.copy_(values)
+            tokens = graphs.replay(descriptor, rows, ints).clone()
+            return {"draft_tokens": tokens, "pool": layers_in_order(draft, pools).clone()}
 
         return traced(replay, True)
 

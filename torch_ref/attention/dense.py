@@ -3,8 +3,8 @@
 Of the two kernels "sdpa" is what a user would run. "dense" follows the rounding contract to the letter (weights rounded
 between the same rescalings): it is the one to compare numbers with, since a fused kernel rounds the weights its own way.
 
-The work follows the width of the block tables: keys past a request's length are read and masked, so eager callers
-narrow the tables on the host, and a CUDA graph reads all of them.
+The work follows the width of the block tables: keys past a request's length are read and masked. Eager callers narrow
+the tables on the host and name the key to begin with; a CUDA graph reads all of them.
 B requests, T query rows of one request, N query heads, K KV heads, G = N/K, H head dim, S keys of a block table.
 """
 
@@ -81,8 +81,8 @@ def attention(
     """Every query sees keys 0 to seq_len - 1 of its request; of these only those up to its `last_key` (for a causal row its
     own position) and from its `first_key` on.
 
-    Scale is H^-0.5. A request of seq_len 0 gets zeros. Rows of the pool from seq_len on may hold NaN, and so may those that
-    no query of the request sees.
+    `pool` is a page group's and `layer` an index in it. Scale is H^-0.5. A request of seq_len 0 gets zeros. Rows of the pool
+    from seq_len on may hold NaN, and so may those that no query of the request sees.
     """
     return attend_keys(pool, layer, q, find_keys(block_tables, seq_lens, pool.shape[3], last_key, first_key), kernel)
 
@@ -93,23 +93,23 @@ def find_keys(
     page_size: int,
     last_key: Int[Tensor, "B T"] | None = None,
     first_key: Int[Tensor, "B T"] | None = None,
+    start: int = 0,
 ) -> Keys:
-    """The part of `attention` that layers with the same bounds share."""
+    """The part of `attention` that layers with the same bounds share. Keys before `start`, which no row sees, are not
+    read."""
     width = block_tables.shape[1] * page_size
-    keys = torch.arange(width, dtype=seq_lens.dtype, device=seq_lens.device)
+    keys = torch.arange(start, width, dtype=seq_lens.dtype, device=seq_lens.device)
     offsets = torch.arange(page_size, dtype=block_tables.dtype, device=block_tables.device)
-    slots = (block_tables[..., None] * page_size + offsets).flatten(1)
-    seen = keys < seq_lens[:, None]
-    visible = seen[:, None]
+    slots = (block_tables[..., None] * page_size + offsets).flatten(1)[:, start:]
+    visible = (keys < seq_lens[:, None])[:, None]
     if last_key is not None:
         visible = visible & (keys <= last_key[..., None])
-        seen = seen & (keys <= last_key.amax(1, keepdim=True))
     if first_key is not None:
         visible = visible & (keys >= first_key[..., None])
-        seen = seen & (keys >= first_key.amin(1, keepdim=True))
+    seen = visible.any(1)
     # A masked score still multiplies its value by 0, and 0 x NaN is NaN. So a key that no row sees is read from the row of
     # the request's last key: it is masked all the same, and finite where that is.
-    last = (seq_lens[:, None].long() - 1).clamp(min=0)
+    last = (seq_lens[:, None].long() - 1 - start).clamp(min=0)
     slots = torch.where(seen, slots, slots.gather(1, last))
     return Keys(slots.long(), visible[:, None], seq_lens > 0)
 

@@ -1,0 +1,223 @@
+"""Layers of several windows: a pool, block tables and pages for each window (cases.md, C49)."""
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import jax_dflash.engine
+import torch_ref.engine
+from jax_dflash.batch import EngineConfig, RequestTable
+from jax_dflash.buckets import BucketLadder
+from jax_dflash.config import InputError
+from parity_tests.engines import one_thread, set_pool, step_for  # noqa: F401
+from parity_tests.tiny import DRAFT, FRAMEWORKS, WINDOWED, draft_weights, numpy
+
+
+def windows(*sizes):
+    """DRAFT with layers of these windows, to both sides."""
+    layers = zip(DRAFT.layers, sizes, strict=True)
+    return replace(DRAFT, layers=tuple(replace(layer, window=window) for layer, window in layers))
+
+
+SANDWICH = windows(4, None, 4)
+K, PAGE, LENGTH = 3, 2, 64
+
+
+def make_engine(framework: str, config=SANDWICH, **options):
+    """A captured engine of three requests, one bucket, and at most 12 rows a step."""
+    arguments = {
+        "max_num_seqs": 3, "max_model_len": LENGTH, "num_speculative_tokens": K, "page_size": PAGE,
+        "max_num_batched_tokens": 12, "ladder": BucketLadder([12], max_num_seqs=3, query_lens=K + 1), "taps": 1,
+    }  # fmt: skip
+    package = {"jax": jax_dflash.engine, "torch": torch_ref.engine}[framework]
+    more = {"attention": "dense"} if framework == "torch" else {}
+    weights = draft_weights(FRAMEWORKS[framework], config)
+    engine = package.DraftEngine(config, weights, **arguments | more | options)
+    engine.capture(progress=False)
+    return engine
+
+
+@functools.cache
+def whole_engine(framework: str):
+    """An engine that is given its tables, shared by the tests."""
+    return make_engine(framework, external_pages=True, num_pages=1 + 3 * LENGTH // PAGE)
+
+
+def make_table(config=SANDWICH, external_pages=False, **options):
+    sizes = {"max_num_seqs": 3, "max_model_len": LENGTH, "num_speculative_tokens": K, "page_size": PAGE}
+    return RequestTable(EngineConfig.make(config, **sizes | options), external_pages=external_pages)
+
+
+def features(rows: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, DRAFT.feature_size)).astype(np.float32)
+
+
+def test_layers_of_one_window_are_a_group():
+    """Groups of neighbours only (three here), in order of size, or split by direction, which changes no page."""
+    assert DRAFT.page_groups == ((None, (0, 1, 2)),)
+    assert SANDWICH.page_groups == ((4, (0, 2)), (None, (1,)))
+    assert SANDWICH.layer_places == ((0, 0), (1, 0), (0, 1))
+    assert WINDOWED.page_groups == ((4, (0,)), (6, (1,)), (None, (2,)))
+    first = replace(SANDWICH.layers[0], causal=True)
+    assert replace(SANDWICH, layers=(first, *SANDWICH.layers[1:])).page_groups == SANDWICH.page_groups
+
+
+def test_pages_of_a_window():
+    """C49: 12 keys of context, a window of 4, a block of 4, pages of 2. The anchor at 12 sees keys 9 to 15: columns 4 to 7;
+    one column less is a null page inside the live window. Then 3 more tokens: keys 12 to 18, columns 6 to 9."""
+    table = make_table()
+    table.add(0)
+    tables = table.reserve(step_for([0], 12))["block_tables"]
+    assert tables[:, 0].tolist() == [[0, 0, 0, 0, 1, 2, 3, 4], [1, 2, 3, 4, 5, 6, 7, 8]]
+    tables = table.reserve(step_for([0], 4, 1))["block_tables"]
+    assert tables[0, 0].tolist() == [0, 0, 0, 0, 0, 0, 3, 4, 1, 2]
+    assert tables[1, 0].tolist() == list(range(1, 11))
+    table.remove(0)
+    assert [allocator.num_free for allocator in table.allocators] == [n - 1 for n in table.config.num_pages]
+
+
+def test_default_number_of_pages():
+    """A pool of max_model_len for a window: 7 keys lie in 4 pages of 2, and of 5 in 3 at most (1 + 5 + 1)."""
+    assert make_table().config.num_pages == (1 + 3 * 4, 1 + 3 * 32)
+    assert make_table(page_size=5).config.num_pages == (1 + 3 * 3, 1 + 3 * 13)
+    assert make_table(windows(100, None, 100)).config.num_pages == (1 + 3 * 32, 1 + 3 * 32)
+    assert make_table(num_pages=50).config.num_pages == (50, 50)
+    with pytest.raises(InputError, match="2 page groups"):
+        make_table(num_pages=[1, 2, 3])
+
+
+def test_at_the_length_limit_the_window_is_that_of_the_attention():
+    """Attention counts the block's rows back from the last key: with 63 of 64 positions taken the anchor's row is key 60,
+    whose window begins at 57, not at 60: column 28."""
+    table = make_table()
+    table.add(0)
+    for count in (30, 30, 3):
+        tables = table.reserve(step_for([0], count))["block_tables"]
+    assert np.flatnonzero(tables[0, 0]).tolist() == [28, 29, 30, 31]
+
+
+def test_a_refused_step_gives_back_no_page():
+    """Pages of the windowed group given back before the full group turns out to have too few."""
+    table = make_table(num_pages=[20, 9])  # 8 pages of 2: 12 tokens and a block
+    table.add(0)
+    table.reserve(step_for([0], 12))
+    before = repr(table.requests), [allocator.num_free for allocator in table.allocators]
+    with pytest.raises(InputError, match="needs 2 more pages of 2 tokens, 0 are free"):
+        table.reserve(step_for([0], 4))
+    assert (repr(table.requests), [allocator.num_free for allocator in table.allocators]) == before
+
+
+def test_pages_that_one_request_gives_back_serve_another_in_the_same_step():
+    """A step refused for want of pages that it frees itself."""
+    table = make_table(num_pages=[9, 100])  # two windows of four pages
+    for i in range(2):
+        table.add(i)
+        table.reserve(step_for([i], 12))
+    tables = table.reserve(step_for([0, 1], 8))["block_tables"]
+    assert sorted(tables[0][tables[0] > 0].tolist()) == list(range(1, 9))
+
+
+def test_a_step_back_before_what_a_window_kept_is_refused():
+    """A rewound request whose window reads pages that were given back. From its first key on the rows may come again."""
+    table = make_table()
+    table.add(0)
+    table.reserve(step_for([0], 20))  # keys 17 on are held: from column 8, key 16
+    with pytest.raises(
+        InputError, match="sees keys from position 13 on, those before 16 are gone; pass start_position=13"
+    ):
+        table.reserve(step_for([0], 2, start_position=np.array([14])))
+    assert table.requests[0].context_len == 20
+    table.reserve(step_for([0], 3, start_position=np.array([13])))
+    assert (table.requests[0].context_len, table.requests[0].pages[0].first) == (16, 6)
+
+
+def full_tables(num: int) -> np.ndarray:
+    """A whole block table for each of `num` requests."""
+    return 1 + np.arange(num * LENGTH // PAGE, dtype=np.int32).reshape(num, -1)
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_a_long_run_in_a_window_s_pages(framework):
+    """C49: context that is overwritten or given back while a row still sees it: 60 steps of requests that come and go, in
+    the pages that windows need, draft what an engine with whole tables drafts. Pages given back hold NaN in between, and so
+    does the null page."""
+    rng = np.random.default_rng(0)
+    ours = make_engine(framework)
+    whole = whole_engine(framework)
+    set_pool(ours, np.nan)
+    lengths: dict[int, int] = {}
+    for number in range(60):
+        for i in [i for i, length in lengths.items() if length > 50]:
+            del lengths[i]
+            ours.remove_request(i)
+            whole.remove_request(i)
+        if len(lengths) < 3:
+            i = next(i for i in range(3) if i not in lengths)
+            lengths[i] = 0
+            ours.add_request(i)
+            whole.add_request(i)
+        ids = list(rng.permutation(list(lengths)))
+        counts = np.array([4 if lengths[i] else rng.integers(1, 5) for i in ids])
+        rejected = np.array([rng.integers(0, 4) if lengths[i] else 0 for i in ids])
+        step = step_for(ids, counts, rejected, last=rng.integers(0, 59, len(ids)))
+        rows = features(int(counts.sum()), number)
+        drafts = ours.propose(step, rows)
+        expected = whole.propose(replace(step, block_tables=full_tables(3)[ids]), rows)
+        np.testing.assert_array_equal(drafts, expected, err_msg=str(number))
+        hidden, right = (numpy(engine.last_taps["hidden"])[: len(ids)] for engine in (ours, whole))
+        np.testing.assert_allclose(hidden, right, atol=1e-5)
+        for i, count in zip(ids, counts - rejected, strict=True):
+            lengths[i] += int(count)
+        used = [
+            pages - 1 - a.num_free for pages, a in zip(ours.config.num_pages, ours.requests.allocators, strict=True)
+        ]
+        assert used[0] <= 4 * len(ids) and used[1] == sum(-(-(length + K + 1) // PAGE) for length in lengths.values())
+    for i in lengths:
+        whole.remove_request(i)
+    null = [numpy(pool)[:, :, 0] for pool in ours.state.pools]
+    assert all(np.isnan(page).all() for page in null), "the null page was written"
+
+
+@pytest.mark.parametrize("framework", ["jax", "torch"])
+def test_tables_of_each_group(framework):
+    """C49: the tables of the groups mixed up, or pages outside a window read though they are null. One table for all groups
+    and one for each draft the same; a null page inside the live window is refused by name."""
+    engine = whole_engine(framework)
+    drafts, whole = [], full_tables(1)
+    tables = np.stack([whole, whole + 32])
+    tables[0, 0, :4] = 0
+    for given in (whole, tables):
+        set_pool(engine, np.nan)
+        engine.add_request(0)
+        drafts.append(engine.propose(step_for([0], 12, block_tables=given), features(12)).tolist())
+        assert np.isfinite(numpy(engine.last_taps["hidden"])).all()
+        engine.remove_request(0)
+    assert drafts[0] == drafts[1]
+    engine.add_request(0)
+    tables[0, 0, 4] = 0
+    with pytest.raises(InputError, match=r"no page for position 9; its block sees positions 9 to 15"):
+        engine.propose(step_for([0], 12, block_tables=tables), features(12))
+    with pytest.raises(InputError, match=r"block_tables has shape \[3, 1, 32\], expected \[1, .*\[2 page groups, 1"):
+        engine.propose(step_for([0], 12, block_tables=np.stack([whole] * 3)), features(12))
+    engine.remove_request(0)
+
+
+def test_eager_pytorch_begins_with_the_chunk_that_a_window_sees(monkeypatch):
+    """A windowed layer of eager PyTorch that gathers the keys before its window: 300 of context, chunks of 256 keys."""
+    options = {"max_model_len": 400, "max_num_batched_tokens": 300, "max_num_seqs": 1, "page_size": 16}
+    config = replace(SANDWICH, geometry=replace(SANDWICH.geometry, max_position_embeddings=512))
+    engine, dense = make_engine("torch", config, **options), torch_ref.draft_step.dense
+    engine.add_request(0)
+    found, right = [], dense.find_keys
+
+    def find_keys(*args):
+        found.append(right(*args))
+        return found[-1]
+
+    monkeypatch.setattr(dense, "find_keys", find_keys)
+    engine.propose(step_for([0], 300), features(300))
+    assert [keys.slots.shape[1] for keys in found] == [304 - 256, 304]
+    assert torch.isfinite(engine.last_taps["hidden"][0]).all()
