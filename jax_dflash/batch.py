@@ -3,7 +3,7 @@ numpy: both engines use it, so that their inputs are the same by construction.""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from jax_dflash.config import DraftConfig, InputError
 PAD_SLOT = -1
 CHUNK_KEYS = 256  # keys between two rescalings of the dense attention's online softmax, in both frameworks
 NULL_PAGE = 0
+DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")  # vLLM's names
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class EngineConfig:
     page_size: int
     num_pages: tuple[int, ...]
     table_width: int
+    draft_sample_method: str = "greedy"
+    verify_len: int | None = None  # rows of a full verify, where fewer drafts than the engine's own K are scheduled
 
     @classmethod
     def make(
@@ -97,6 +100,7 @@ class EngineConfig:
         num_pages: int | Sequence[int] | None = None,
         table_width: int | None = None,
         allow_long_block: bool = False,
+        draft_sample_method: str = "greedy",
     ) -> "EngineConfig":
         """Defaults: K of the drafter's block, room for a verify of every request and 512 rows, pages for what
         every request sees: max_model_len, in a windowed group the window and the block. A `num_pages` is for each group or,
@@ -109,6 +113,10 @@ class EngineConfig:
             raise InputError(
                 f"num_speculative_tokens={K}: this drafter's blocks of {draft.block_size} hold an anchor and "
                 f"1 to {draft.max_speculative_tokens} drafts; more need allow_long_block"
+            )
+        if draft_sample_method not in DRAFT_SAMPLE_METHODS:
+            raise InputError(
+                f"draft_sample_method {draft_sample_method!r} is unknown; pass {' or '.join(DRAFT_SAMPLE_METHODS)}"
             )
         for name, value in (("max_num_seqs", max_num_seqs), ("page_size", page_size)):
             if value < 1:
@@ -146,7 +154,27 @@ class EngineConfig:
             page_size=page_size,
             num_pages=tuple(num_pages),
             table_width=pages_per_request if table_width is None else table_width,
+            draft_sample_method=draft_sample_method,
         )
+
+    def scheduled(self, num_speculative_tokens: int) -> "EngineConfig":
+        """The same engine with fewer drafts in a step; a step still takes the rows of a verify of K. Raises InputError."""
+        if not 1 <= num_speculative_tokens <= self.num_speculative_tokens:
+            raise InputError(
+                f"scheduled K={num_speculative_tokens}; pass 1 to num_speculative_tokens={self.num_speculative_tokens}"
+            )
+        K = num_speculative_tokens
+        return replace(self, num_speculative_tokens=K, verify_len=self.verify_len or self.query_len)
+
+    @property
+    def samples_drafts(self) -> bool:
+        """Whether drafts are sampled and their logits kept for the verification."""
+        return self.draft_sample_method == "probabilistic"
+
+    @property
+    def draft_logits_shape(self) -> tuple[int, int, int]:
+        """`[R, K, V]`: a row for each request, of as many drafts as it may have."""
+        return self.max_num_seqs, (self.verify_len or self.query_len) - 1, self.vocab_size
 
     @property
     def vocab_size(self) -> int:
@@ -161,7 +189,7 @@ class EngineConfig:
 
     def context_rows(self, num_reqs: int) -> int:
         """Context rows that a step of this bucket stores itself: one full verify per request."""
-        return min(num_reqs * (self.num_speculative_tokens + 1), self.max_num_batched_tokens)
+        return min(num_reqs * (self.verify_len or self.query_len), self.max_num_batched_tokens)
 
     @property
     def row_buckets(self) -> tuple[int, ...]:

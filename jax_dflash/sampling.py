@@ -225,3 +225,14 @@ def greedy_verify(
     """`verify` of requests that are all greedy."""
     off = num_drafts * 0
     return verify(logits, draft_tokens, num_drafts, off, SamplingColumns(off, off, off, off, off), SamplingMode())
+
+
+def keep_logits(
+    draft_logits: Float[Array, "R Kmax V"], logits: Float[Array, "N K V"], request_index: Int[Array, "N"]
+) -> Float[Array, "R Kmax V"]:
+    """`draft_logits` with the rows of these requests, as they came; -1, a padded request, keeps nothing."""
+    R = draft_logits.shape[0]
+    # -1 itself would wrap to the last row: distinct rows past the end are dropped.
+    rows = jnp.where(request_index < 0, R + jnp.arange(len(request_index), dtype=request_index.dtype), request_index)
+    new = logits.astype(draft_logits.dtype)
+    return draft_logits.at[rows, : logits.shape[1]].set(new, mode="drop", unique_indices=True)

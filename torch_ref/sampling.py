@@ -246,3 +246,12 @@ def greedy_verify(
     """`verify` of requests that are all greedy."""
     off = num_drafts * 0
     return verify(logits, draft_tokens, num_drafts, off, SamplingColumns(off, off, off, off, off), SamplingMode())
+
+
+def keep_logits(
+    draft_logits: Float[Tensor, "R1 Kmax V"], logits: Float[Tensor, "N K V"], request_index: Int[Tensor, "N"]
+) -> Float[Tensor, "R1 Kmax V"]:
+    """`draft_logits` with the rows of these requests, in place, as they came. Its last row belongs to nobody: -1, a padded
+    request, wraps to it, so that nothing depends on a condition, which a CUDA graph could not hold."""
+    draft_logits[request_index.long(), : logits.shape[1]] = logits.to(draft_logits.dtype)
+    return draft_logits
