@@ -35,6 +35,7 @@ class Decoder:
         page_size, num_pages: of each pool; by default every request can grow to max_model_len.
         chunk: prompt rows of one request in a step.
         mode: what the programs are compiled for; greedy by default.
+        draft_sample_method: greedy or probabilistic; default probabilistic where the mode samples.
         scheduled_ks: fewer drafts that a `schedule_k` may ask for.
         max_rounds: rounds of the loop on the device in one call.
     """
@@ -53,6 +54,7 @@ class Decoder:
         num_pages: int | None = None,
         chunk: int = 64,
         mode: SamplingMode = GREEDY,
+        draft_sample_method: str | None = None,
         scheduled_ks: Sequence[int] = (),
         max_rounds: int = 32,
     ):
@@ -63,9 +65,9 @@ class Decoder:
             max_model_len=max_model_len,
             num_speculative_tokens=num_speculative_tokens,
             page_size=page_size,
-            num_pages=num_pages,
+            num_pages=num_pages or DecoderSizes.num_pages(max_num_seqs, max_model_len, page_size),
             external_pages=True,
-            sampled=mode.sampled,
+            draft_sample_method=draft_sample_method or ("probabilistic" if mode.sampled else "greedy"),
             scheduled_ks=scheduled_ks,
         )
         self.sizes = DecoderSizes.of(self.engine.config, self.engine.ladder, chunk)
@@ -75,6 +77,7 @@ class Decoder:
             target_weights,
             taps=draft_config.hidden_state_indices,
             mode=mode,
+            draft_logits=self.engine.config.samples_drafts,
             ladder=self.engine.ladder,
             **self.sizes.runner,
         )
@@ -136,9 +139,4 @@ class Decoder:
             on_tokens=on_tokens,
             **self.sizes.loop,
         )
-        generations = [] if generations is None else generations
-        generations += [decoding.add(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
-        try:
-            return decoding.run()
-        finally:
-            decoding.close()
+        return decoding.generate(prompts, params, generations)

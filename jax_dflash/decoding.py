@@ -20,13 +20,19 @@ from jax_dflash.target_batch import TargetBatch, TargetOutput
 class Target(Protocol):
     """A target over paged K/V, whose pages the loop owns: `TargetRunner` of either package."""
 
-    def run(self, batch: TargetBatch) -> TargetOutput: ...
+    def run(self, batch: TargetBatch, draft_logits: Any = None) -> TargetOutput: ...
 
 
 class Drafter(Protocol):
     """A drafter: `DraftEngine` of either package, with `external_pages=True`."""
 
-    def add_request(self, request_id, num_prompt_tokens: int = 0, cached_tokens: int = 0) -> None: ...
+    draft_logits: Any  # of the last drafts by request index, where they are sampled, else None
+
+    def add_request(
+        self, request_id, num_prompt_tokens: int = 0, cached_tokens: int = 0, params: SamplingParams | None = None
+    ) -> None: ...
+
+    def request_index(self, request_id) -> int: ...
 
     def remove_request(self, request_id) -> None: ...
 
@@ -104,6 +110,11 @@ class DecoderSizes(NamedTuple):
     runner: dict[str, Any]
     loop: dict[str, Any]
 
+    @staticmethod
+    def num_pages(max_num_seqs: int, max_model_len: int, page_size: int) -> int:
+        """Pages with which every request can grow to max_model_len, the null page among them."""
+        return 1 + max_num_seqs * -(-max_model_len // page_size)
+
     @classmethod
     def of(cls, config: EngineConfig, ladder: BucketLadder, chunk: int) -> "DecoderSizes":
         """`chunk`: prompt rows of one request in a step. Raises InputError."""
@@ -111,8 +122,8 @@ class DecoderSizes(NamedTuple):
         if not 1 <= chunk <= rows:
             raise InputError(f"chunk={chunk}; pass 1 to max_num_batched_tokens={rows}")
         buckets = [d.padded_reqs for d in ladder.capture_order(GraphMode.FULL)]
-        names = "num_speculative_tokens", "max_num_seqs", "max_model_len", "page_size", "num_pages"
-        same = {name: getattr(config, name) for name in names}
+        names = "num_speculative_tokens", "max_num_seqs", "max_model_len", "page_size"
+        same = {name: getattr(config, name) for name in names} | {"num_pages": min(config.num_pages)}
         return cls(
             runner=same | {"max_num_batched_tokens": rows, "widths": (1, config.query_len, chunk)},
             loop=same | {"chunk": chunk, "prompts_per_step": max(n for n in buckets if n * chunk <= rows)},
@@ -186,6 +197,21 @@ class DecodeLoop:
         self.waiting.append(generation)
         return generation
 
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        generations: list[Generation] | None = None,
+    ) -> list[Generation]:
+        """Continue each prompt; the generations in the order of the prompts. The list passed in is filled at the start, so
+        that who interrupts has the texts so far."""
+        generations = [] if generations is None else generations
+        generations += [self.add(prompt, each) for prompt, each in zip(prompts, params, strict=True)]
+        try:
+            return self.run()
+        finally:
+            self.close()
+
     def run(self) -> list[Generation]:
         """Decode everything that was added; the generations in the order in which they were added."""
         while not self.done:
@@ -221,7 +247,11 @@ class DecodeLoop:
                 start=np.array([g.computed for g in batch], np.int32),
                 num_drafts=np.array([len(new) - 1 if decode else 0 for new in rows], np.int32),
                 block_tables=self.block_tables(batch),
-            )
+                params=[g.params for g in batch],
+                history=[g.tokens for g in batch],
+                request_index=[self._request_index(g) for g in batch],
+            ),
+            None if self.drafter is None else self.drafter.draft_logits,
         )
         self.num_steps += 1
         self.num_verifies += decode
@@ -281,7 +311,7 @@ class DecodeLoop:
             self.waiting.popleft()
             self.live.append(generation)
             if self.drafter is not None:
-                self.drafter.add_request(generation.request_id, len(generation.tokens))
+                self.drafter.add_request(generation.request_id, len(generation.tokens), params=generation.params)
 
     def _choose(self) -> tuple[list[Generation], bool]:
         """The requests of this step, each with the pages that it needs, and whether they decode."""
@@ -354,6 +384,9 @@ class DecodeLoop:
         names = ("start_position", "num_context", "num_rejected", "num_sampled", "last_sampled", "next_prefill")
         fields = dict(zip(names, columns.T, strict=True))
         return TargetStep(request_ids=[g.request_id for g in batch], block_tables=self.block_tables(batch), **fields)
+
+    def _request_index(self, generation: Generation) -> int:
+        return -1 if self.drafter is None else self.drafter.request_index(generation.request_id)
 
     def take(self, generation: Generation, emitted: list[int], num_drafts: int) -> None:
         """Append what a verify of `num_drafts` drafts emitted (the accepted ones, then the target's own token), and see

@@ -32,7 +32,7 @@ class PagedTarget:
         self.slots = np.full((num_pages, page_size), -1)
         self.batches = []
 
-    def run(self, batch):
+    def run(self, batch, draft_logits=None):
         self.batches.append([len(rows) for rows in batch.tokens])
         n, Q = len(batch.tokens), max(batch.num_drafts, default=0) + 1
         tokens, num_sampled = np.zeros((n, Q), np.int32), np.zeros(n, np.int32)
@@ -61,7 +61,12 @@ class Drafts:
         self.texts = [list(p) + continuation(p, max_new_tokens + 64) for p in prompts]
         self.live, self.context, self.asked = {}, {}, []
 
-    def add_request(self, request_id, num_prompt_tokens=0, cached_tokens=0):
+    draft_logits = None
+
+    def request_index(self, request_id):
+        return -1
+
+    def add_request(self, request_id, num_prompt_tokens=0, cached_tokens=0, params=None):
         assert request_id not in self.live
         self.live[request_id], self.context[request_id] = num_prompt_tokens, 0
 
