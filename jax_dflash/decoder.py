@@ -81,7 +81,9 @@ class Decoder:
             ladder=self.engine.ladder,
             **self.sizes.runner,
         )
-        self.device_loop = DeviceLoop(self.engine, self.runner, max_rounds=max_rounds)
+        self.device_loop = DeviceLoop(
+            self.engine, self.runner, eos_token_ids=target_config.eos_token_ids, max_rounds=max_rounds
+        )
 
     @classmethod
     def load(cls, checkpoint: str | Path, target: str | Path, dtype: str = "float32", **sizes: Any) -> "Decoder":

@@ -3,6 +3,8 @@
 N requests of the bucket, K drafts, Q = K + 1 rows of each, R rounds at most, W pages of a table, V vocabulary.
 """
 
+import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -11,20 +13,20 @@ import numpy as np
 from jax import lax
 from jax.stages import Compiled
 from jaxtyping import Array, Bool, Int
-from rich.console import Console
-from rich.progress import track
 
 from jax_dflash import sampling, target
-from jax_dflash.batch import NULL_PAGE, EngineConfig
-from jax_dflash.buckets import BucketLadder
-from jax_dflash.config import TargetConfig
-from jax_dflash.draft_step import DraftState, draft_step
+from jax_dflash.batch import NULL_PAGE
+from jax_dflash.buckets import GraphMode
+from jax_dflash.decoding import Generation, RoundsOf
+from jax_dflash.draft_step import DraftState, context_and_query, inputs_of
 from jax_dflash.drafter import DraftWeights
+from jax_dflash.engine import DraftEngine
 from jax_dflash.kv_cache import Pool
-from jax_dflash.numerics import COMPILER_OPTIONS
-from jax_dflash.sampling_params import GREEDY, SamplingColumns, SamplingMode
+from jax_dflash.numerics import COMPILER_OPTIONS, to_bits
+from jax_dflash.programs import forbid_compiles, progress_bar
+from jax_dflash.sampling_params import SamplingColumns
 from jax_dflash.target import TargetWeights
-from jax_dflash.target_runner import target_step
+from jax_dflash.target_runner import TargetRunner, target_step
 
 
 class Requests(NamedTuple):
@@ -70,33 +72,23 @@ class Fixed(NamedTuple):
 
 
 class DeviceLoop:
-    """One compiled loop per bucket over the pools of a target runner and a draft engine, which it takes and gives back.
+    """One compiled loop per bucket over the pools of a draft engine and a target runner, which it takes and gives back.
 
     Args:
-        config, target_config: the drafter's engine and the target.
-        draft_weights, target_weights: as packed; arguments of the programs, not constants.
-        ladder: request buckets, the engine's own.
+        engine, runner: captured before a call; both index their pools with the same pages.
         eos_token_ids: tokens that end a request, unless it ignores them.
-        mode: what the programs are compiled for.
         max_rounds: R; a call runs at most so many.
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        target_config: TargetConfig,
-        draft_weights: DraftWeights,
-        target_weights: TargetWeights,
-        *,
-        ladder: BucketLadder,
-        eos_token_ids: tuple[int, ...] = (),
-        mode: SamplingMode = GREEDY,
-        max_rounds: int = 32,
+        self, engine: DraftEngine, runner: TargetRunner, *, eos_token_ids: tuple[int, ...] = (), max_rounds: int = 32
     ):
-        self.config, self.target_config, self.ladder = config, target_config, ladder
-        self.weights = draft_weights, target_weights
-        self.eos_token_ids, self.mode, self.max_rounds = eos_token_ids, mode, max_rounds
+        self.engine, self.runner = engine, runner
+        self.config, self.mode = engine.config, runner.limits.mode
+        self.eos_token_ids, self.max_rounds = eos_token_ids, max_rounds
+        self.weights = engine.programs.weights, runner.weights
         self.programs: dict[int, Compiled] = {}
+        self.waited = 0.0  # seconds, for results of the device
 
     def fits(self, computed: Int[Array, "N"], num_pages: Int[Array, "N"]) -> Bool[Array, "N"]:
         """Whether a request's pages cover the rows of a round and the block that is drafted after it."""
@@ -126,17 +118,19 @@ class DeviceLoop:
         # A request that has ended runs along in the null page at position 0: it stores nothing and reads a block.
         tables = jnp.where(active[:, None], fixed.block_tables, NULL_PAGE)
         start = jnp.where(active, requests.computed, 0)
-        num_drafts = jnp.clip(config.max_model_len - 1 - start, 0, requests.num_drafts)
+        num_rows = jnp.where(active, jnp.minimum(config.max_model_len - start, Q), 0)
+        num_drafts = jnp.clip(num_rows - 1, 0, requests.num_drafts)
 
         with jax.named_scope("verify"):
             ids = jnp.concatenate([requests.last_token[:, None], jnp.maximum(requests.drafts, 0)], axis=1)
             target_pool, hidden, features = target_step(
-                self.target_config, target_weights, state.target_pool, ids, start, jnp.where(active, Q, 0), tables,
+                self.runner.config, target_weights, state.target_pool, ids, start, num_rows, tables,
                 taps=config.draft.hidden_state_indices, page_size=config.page_size, max_model_len=config.max_model_len,
             )  # fmt: skip
             tokens, num_sampled = sampling.verify(
                 target.compute_logits(target_weights, hidden), requests.drafts, num_drafts, start, columns, self.mode,
-                None if state.draft.draft_logits is None else state.draft.draft_logits[fixed.request_index], requests.seen,
+                None if state.draft.draft_logits is None else state.draft.draft_logits[jnp.maximum(fixed.request_index, 0)],
+                requests.seen,
             )  # fmt: skip
         with jax.named_scope("accept"):
             at = jnp.arange(Q, dtype=jnp.int32)
@@ -171,11 +165,14 @@ class DeviceLoop:
                 "next_prefill": jnp.zeros(N, jnp.int32),
                 "first_context_position": jnp.where(active, fixed.first_context_position, 0),
                 "request_index": fixed.request_index,
-                "temperature_bits": lax.bitcast_convert_type(columns.temperature.astype(jnp.float32), jnp.int32),
+                "temperature_bits": to_bits(columns.temperature),
                 "seed": columns.seeds,
-                "block_tables": jnp.broadcast_to(tables, (config.num_groups, *tables.shape)),
+                "block_tables": jnp.broadcast_to(tables, (len(config.num_pages), *tables.shape)),
             }
-            draft, drafts = draft_step(config, draft_weights, state.draft, features.reshape(N * Q, -1), fields)
+            inputs = inputs_of(config, fields, N * Q)
+            draft, drafts = context_and_query(
+                config, draft_weights, state.draft, features.reshape(N * Q, -1), inputs, fields
+            )
         requests = Requests(
             active=active & (budget > 0) & ~jnp.any(is_eos, axis=1),
             last_token=jnp.where(active, last, requests.last_token),
@@ -187,46 +184,99 @@ class DeviceLoop:
         )
         return LoopState(target_pool, draft, requests, rounds, state.round + 1)
 
-    def capture(self, runner: TargetRunner, engine: DraftEngine, *, progress: bool = True) -> None:
-        """Compile every bucket, largest first; the pools keep their bits."""
-        descriptors = self.ladder.capture_order(GraphMode.FULL)
-        console = Console(stderr=True)
-        for descriptor in track(descriptors, "Capturing decoding loops", console=console, disable=not progress):
-            N = descriptor.padded_reqs
-            state, columns, fixed = self._arguments(runner, engine, N)
-            program = jax.jit(self.rounds, donate_argnums=1)
-            lowered = program.lower(self.weights, state, columns, fixed)
-            self.programs[N] = lowered.compile(COMPILER_OPTIONS)
+    def capture(self, *, progress: bool = True) -> None:
+        """Compile every bucket, largest first, and run each once with no live request; the pools keep their bits."""
+        with progress_bar(progress) as bar:
+            descriptors = self.engine.ladder.capture_order(GraphMode.FULL)
+            task = bar.add_task("Capturing decoding loops", total=len(descriptors), last="")
+            for N in (descriptor.padded_reqs for descriptor in descriptors):
+                start = time.perf_counter()
+                arguments = self._state(self._requests(N), N), self._columns(N), self._fixed(N)
+                shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (self.weights, *arguments))
+                self.programs[N] = jax.jit(self.rounds, donate_argnums=1).lower(*shapes).compile(COMPILER_OPTIONS)
+                self._call(N, *arguments)
+                bar.update(task, advance=1, last=f"{N} requests: {time.perf_counter() - start:.1f} s")
 
-    def _arguments(self, runner: TargetRunner, engine: DraftEngine, N: int) -> tuple[LoopState, SamplingColumns, Fixed]:
-        """The arguments of a bucket with no live request: what is lowered and what a call fills in."""
-        K, Q, V = self.config.num_speculative_tokens, self.config.query_len, self.target_config.vocab_size
-        ints, off = np.zeros(N, np.int32), np.zeros(N, bool)
-        requests = Requests(
-            active=off,
-            last_token=ints,
-            computed=ints,
+    def _requests(self, N: int) -> Requests:
+        K, V = self.config.num_speculative_tokens, self.runner.limits.vocab_size
+        return Requests(
+            active=np.zeros(N, bool),
+            last_token=np.zeros(N, np.int32),
+            computed=np.zeros(N, np.int32),
             drafts=np.zeros((N, K), np.int32),
-            num_drafts=ints,
-            budget=ints,
+            num_drafts=np.zeros(N, np.int32),
+            budget=np.zeros(N, np.int32),
             seen=np.zeros((N, V), bool) if self.mode.penalised else None,
         )
+
+    def _state(self, requests: Requests, N: int) -> LoopState:
+        R, Q = self.max_rounds, self.config.query_len
         rounds = Rounds(
-            tokens=np.zeros((N, self.max_rounds * Q), np.int32),
-            num_emitted=np.zeros((N, self.max_rounds), np.int32),
-            num_verified=np.zeros((N, self.max_rounds), np.int32),
-            total=ints,
+            tokens=np.zeros((N, R * Q), np.int32),
+            num_emitted=np.zeros((N, R), np.int32),
+            num_verified=np.zeros((N, R), np.int32),
+            total=np.zeros(N, np.int32),
         )
-        fixed = Fixed(
+        return LoopState(self.runner.pool, self.engine.state, requests, rounds, np.int32(0))
+
+    def _columns(self, N: int) -> SamplingColumns:
+        zeros, ones = np.zeros(N, np.int32), np.ones(N, np.float32)
+        return SamplingColumns(
+            temperature=0 * ones, top_k=zeros, top_p=ones, repetition_penalty=ones.copy(), seeds=zeros.copy()
+        )
+
+    def _fixed(self, N: int) -> Fixed:
+        return Fixed(
             max_rounds=np.int32(self.max_rounds),
             stop_at_finish=np.bool_(False),
-            live=off,
-            stops_at_eos=off,
+            live=np.zeros(N, bool),
+            stops_at_eos=np.zeros(N, bool),
             request_index=np.full(N, -1, np.int32),
-            first_context_position=ints,
-            num_pages=ints,
+            first_context_position=np.zeros(N, np.int32),
+            num_pages=np.zeros(N, np.int32),
             block_tables=np.full((N, self.config.table_width), NULL_PAGE, np.int32),
         )
-        floats = np.ones(N, np.float32)
-        columns = SamplingColumns(floats * 0, ints, floats, floats, ints)
-        return LoopState(runner.pool, engine.state, requests, rounds, np.int32(0)), columns, fixed
+
+    def _call(self, N: int, state: LoopState, columns: SamplingColumns, fixed: Fixed) -> LoopState:
+        """Run a bucket's loop and wait. It consumes the pools: if it fails they are gone, and their owners say so."""
+        self.runner.pool = self.engine.state = None
+        state = self.programs[N](self.weights, state, columns, fixed)
+        start = time.perf_counter()
+        result = jax.device_get((state.requests, state.rounds))
+        self.waited += time.perf_counter() - start
+        self.runner.pool, self.engine.state = state.target_pool, state.draft
+        return result
+
+    def run(
+        self, batch: Sequence[Generation], block_tables: np.ndarray, *, budgets: list[int], stop_at_finish: bool
+    ) -> list[RoundsOf]:
+        """Decode requests that wait for a verify, until one of the stop conditions holds."""
+        n = len(batch)
+        N = self.engine.ladder.dispatch(n, n * self.config.query_len, self.config.query_len).padded_reqs
+        requests, columns, fixed = self._requests(N), self._columns(N), self._fixed(N)
+        requests.active[:n] = fixed.live[:n] = True
+        requests.budget[:n] = budgets
+        fixed = fixed._replace(stop_at_finish=np.bool_(stop_at_finish))
+        fixed.block_tables[:n, : block_tables.shape[1]] = block_tables
+        for i, generation in enumerate(batch):
+            params, drafts = generation.params, generation.drafts
+            requests.last_token[i], requests.computed[i] = generation.tokens[-1], generation.computed
+            requests.drafts[i, : len(drafts)], requests.num_drafts[i] = drafts, len(drafts)
+            if requests.seen is not None:
+                requests.seen[i, generation.tokens] = True
+            for name in ("temperature", "top_k", "top_p", "repetition_penalty"):
+                getattr(columns, name)[i] = getattr(params, name)
+            columns.seeds[i] = params.seed
+            fixed.stops_at_eos[i] = not params.ignore_eos
+            fixed.request_index[i] = self.engine.request_index(generation.request_id)
+            fixed.num_pages[i] = len(generation.pages)
+        with forbid_compiles("the loop on the device"):
+            requests, rounds = self._call(N, self._state(requests, N), columns, fixed)
+        found = []
+        for i in range(n):
+            counts = rounds.num_emitted[i][rounds.num_emitted[i] > 0].tolist()
+            ends = np.cumsum([0, *counts])
+            emitted = [rounds.tokens[i, a:b].tolist() for a, b in zip(ends, ends[1:], strict=False)]
+            drafts = requests.drafts[i, : requests.num_drafts[i]].tolist()
+            found.append(RoundsOf(emitted, rounds.num_verified[i, : len(counts)].tolist(), drafts))
+        return found

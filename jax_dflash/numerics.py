@@ -58,3 +58,8 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
 def from_bits(bits: Array) -> Array:
     """float32 numbers that travelled as int32."""
     return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def to_bits(x: Array) -> Array:
+    """float32 numbers as the int32 that `from_bits` takes."""
+    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
