@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 from jax_dflash.config import InputError
 
 INT32_MAX = 2**31 - 1
-MIN_TEMPERATURE = 0.01  # below, logits over temperature lose their differences and in the end overflow; vLLM's limit
+LEAST, MOST = (
+    0.01,
+    100,
+)  # temperatures (the least is vLLM's) and penalties that leave logits finite and apart in float32
 
 
 class Stream(enum.IntEnum):
@@ -48,13 +51,13 @@ class SamplingParams:
         self._whole("max_new_tokens", least=1)
         self._whole("top_k", least=0, hint="; 0 keeps every token")
         self._whole("seed", least=0)
-        hot = self._number("temperature")
-        if hot != 0 and hot < MIN_TEMPERATURE:
-            raise self._error("temperature", f"expected 0 (greedy) or a number from {MIN_TEMPERATURE}")
+        temperature = self._number("temperature")
+        if temperature != 0 and not LEAST <= temperature <= MOST:
+            raise self._error("temperature", f"expected 0 (greedy) or a number from {LEAST} to {MOST}")
         if not 0 < self._number("top_p") <= 1:
             raise self._error("top_p", "expected a number above 0 and up to 1; 1 keeps every token")
-        if self._number("repetition_penalty") <= 0:
-            raise self._error("repetition_penalty", "expected a number above 0; 1 is no penalty")
+        if not LEAST <= self._number("repetition_penalty") <= MOST:
+            raise self._error("repetition_penalty", f"expected a number from {LEAST} to {MOST}; 1 is no penalty")
         if not isinstance(self.ignore_eos, bool):
             raise self._error("ignore_eos", "expected True or False")
 

@@ -12,6 +12,7 @@ from jax.extend.random import threefry_2x32
 
 from jax_dflash.config import InputError
 from jax_dflash.sampling_params import SamplingColumns, SamplingMode, SamplingParams, Stream
+from parity_tests.engines import needs_gpu
 from parity_tests.tiny import FRAMEWORKS, numpy
 from torch_ref import sampling as torch_sampling
 
@@ -74,15 +75,16 @@ def one_hot(ids, V=7, high=4.0):
 
 @pytest.mark.parametrize("wrong, message", [
     ({"max_new_tokens": 0}, "max_new_tokens=0: expected a whole number from 1 to 2^31 - 1"),
-    ({"temperature": -1.0}, "temperature=-1.0: expected 0 (greedy) or a number from 0.01"),
-    ({"temperature": 1e-4}, "temperature=0.0001: expected 0 (greedy) or a number from 0.01"),
+    ({"temperature": -1.0}, "temperature=-1.0: expected 0 (greedy) or a number from 0.01 to 100"),
+    ({"temperature": 1e-4}, "temperature=0.0001: expected 0 (greedy) or a number from 0.01 to 100"),
+    ({"temperature": 1e39}, "temperature=1e+39: expected 0 (greedy) or a number from 0.01 to 100"),
     ({"temperature": math.nan}, "temperature=nan: expected a finite number"),
     ({"temperature": "hot"}, "temperature='hot': expected a finite number"),
     ({"top_k": -1}, "top_k=-1: expected a whole number from 0 to 2^31 - 1; 0 keeps every token"),
     ({"top_k": 2.0}, "top_k=2.0: expected a whole number from 0 to 2^31 - 1; 0 keeps every token"),
     ({"top_p": 0.0}, "top_p=0.0: expected a number above 0 and up to 1; 1 keeps every token"),
     ({"top_p": 1.5}, "top_p=1.5: expected a number above 0 and up to 1; 1 keeps every token"),
-    ({"repetition_penalty": 0}, "repetition_penalty=0: expected a number above 0; 1 is no penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty=0: expected a number from 0.01 to 100; 1 is no penalty"),
     ({"seed": 2**31}, "seed=2147483648: expected a whole number from 0 to 2^31 - 1"),
     ({"seed": True}, "seed=True: expected a whole number from 0 to 2^31 - 1"),
     ({"ignore_eos": 1}, "ignore_eos=1: expected True or False"),
@@ -284,13 +286,14 @@ def test_the_greedy_walk(f, mode, cached):
     assert tokens.dtype == num_sampled.dtype == np.int32
 
 
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", [None, "random", "target"])
 def test_one_hot_targets_are_followed(f, cached):
-    """T17: sampling from a target that has one token only, by every draft right, wrong or missing, in a mixed batch."""
+    """T17: sampling from a target that has one token only, by every draft right, wrong or missing, in a mixed batch; a
+    token of no probability where the drafter knows the target, so that nothing is left of it after a rejection."""
     N = len(GREEDY_CASES)
     logits = np.tile(np.where(one_hot([4, 5, 6, 1]) > 0, 0.0, -np.inf), (N, 1, 1))
     drafts, num_drafts, expected = zip(*GREEDY_CASES, strict=True)
-    draft_logits = np.random.default_rng(0).standard_normal((N, 3, 7)) if cached else None
+    draft_logits = {"random": np.random.default_rng(0).standard_normal((N, 3, 7)), "target": logits[:, :3]}.get(cached)
     cols = columns(f, N, temperature=[0.0, 1.0, 0.6] * 3, seeds=np.arange(N))
     got = verify(f, logits, drafts, SAMPLED, cols, num_drafts=num_drafts, draft_logits=draft_logits)
     assert rows(*got) == list(expected)
@@ -345,13 +348,16 @@ def test_the_smaller_vocabulary_is_used(f):
 
 
 def test_plain_decoding_is_no_drafts(f):
-    """K = 0 refused, or a token other than row 0's when drafts were rejected: both draw (seed, position) of the target."""
+    """K = 0 refused, or drafts of -1 that change what is drawn: the target's own token at (seed, position), not the residual
+    of a draft that was never drawn."""
     logits = np.random.default_rng(1).standard_normal((9, 1, 7))
     cols = columns(f, 9, temperature=[0.0, 0.9, 1.5] * 3, seeds=np.arange(9))
     plain = verify(f, logits, np.zeros((9, 0)), SAMPLED, cols, positions=np.arange(9))
-    missing = verify(f, np.tile(logits, (1, 4, 1)), np.full((9, 3), -1), SAMPLED, cols, positions=np.arange(9))
-    assert plain[1].tolist() == missing[1].tolist() == [1] * 9
-    assert plain[0][:, 0].tolist() == missing[0][:, 0].tolist()
+    for q in (None, np.random.default_rng(2).standard_normal((9, 3, 7))):
+        drafts, four = np.full((9, 3), -1), np.tile(logits, (1, 4, 1))
+        missing = verify(f, four, drafts, SAMPLED, cols, positions=np.arange(9), draft_logits=q)
+        assert plain[1].tolist() == missing[1].tolist() == [1] * 9
+        assert plain[0][:, 0].tolist() == missing[0][:, 0].tolist()
     likeliest = logits[:, 0].argmax(-1)
     assert plain[0][::3, 0].tolist() == likeliest[::3].tolist()
     assert plain[0][:, 0].tolist() != likeliest.tolist()
@@ -401,6 +407,45 @@ def test_both_frameworks_sample_the_same_tokens():
     assert set(found[0][2]) == {1, 2, 3, 4}
 
 
+@pytest.mark.gpu
+@needs_gpu
+def test_a_cuda_graph_of_draft_and_verification():
+    """Bits of another device, a value read on the host, or noise that a replay repeats instead of reading its inputs."""
+    f, mode = FRAMEWORKS["torch"], SamplingMode(True, True, True)
+    rng = np.random.default_rng(7)
+    N, K, V = 5, 3, 101
+    logits, q = f.floats(2 * rng.standard_normal((N, K + 1, V))), f.floats(2 * rng.standard_normal((N, K, V)))
+    cols = columns(f, N, [0.0, 0.6, 1.0, 1.0, 2.0], [0, 9, 0, 9, 0], 0.9, 1.3, np.arange(N))
+    seen, num_drafts = bools(f, rng.random((N, V)) < 0.3), f.ints([3, 3, 3, 2, 0])
+
+    def step(logits, q, num_drafts, positions, seen, *cols):
+        cols = SamplingColumns(*cols)
+        drafts = f.sampling.sample_drafts(
+            q, cols.temperature, cols.seeds, positions[:, None] + torch.arange(K, device=q.device)
+        )
+        bits = f.sampling.random_bits(Stream.ACCEPT, cols.seeds, positions, V)
+        return drafts, bits, *f.sampling.verify(logits, drafts, num_drafts, positions, cols, mode, q, seen)
+
+    inputs = [x.cuda() for x in (logits, q, num_drafts, f.ints(np.zeros(N)), seen, *cols)]
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step(*inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step(*inputs)
+    texts = set()
+    for start in range(4):
+        positions = f.ints(np.arange(N) * 10 + start)
+        inputs[3].copy_(positions)
+        graph.replay()
+        expected = step(logits, q, num_drafts, positions, seen, *cols)
+        for a, b in zip(outputs, expected, strict=True):
+            assert torch.equal(a.cpu(), b)
+        texts.add(str(outputs[2].cpu().tolist()))
+    assert len(texts) == 4
+
+
 def test_a_greedy_program_holds_no_noise_and_no_sort():
     """A mode that is not static: every greedy step pays for what nobody asked."""
     f = FRAMEWORKS["jax"]
@@ -416,24 +461,28 @@ def test_a_greedy_program_holds_no_noise_and_no_sort():
 
 
 def test_verify_runs_inside_a_loop_on_the_device():
-    """A shape or dtype that changes, or a value read on the host: neither can be carried by lax.while_loop."""
-    f = FRAMEWORKS["jax"]
+    """A shape or dtype that changes, or a value read on the host: neither can be carried by a loop in JAX. PyTorch takes
+    the same steps one by one."""
     N, K, V = 3, 2, 13
-    logits = f.floats(np.random.default_rng(4).standard_normal((N, K + 1, V)))
-    cols = columns(f, N, temperature=[0.0, 1.0, 0.7], top_k=4, repetition_penalty=1.5, seeds=[1, 2, 3])
-    mode = SamplingMode(True, True, True)
+    mode = SamplingMode(sampled=True, filtered=True, penalised=True)
+    logits = np.random.default_rng(4).standard_normal((N, K + 1, V))
 
-    def step(state):
-        i, positions, drafts, seen, counts = state
-        tokens, num_sampled = f.sampling.verify(logits, drafts, counts, positions, cols, mode, None, seen)
+    def start(f):
+        state = f.ints([0, 9, 50]), f.ints(np.zeros((N, K))), bools(f, np.zeros((N, V))), f.ints([2, 2, 2])
+        cols = columns(f, N, temperature=[0.0, 1.0, 0.7], top_k=4, repetition_penalty=1.5, seeds=[1, 2, 3])
+        return state, (f, f.floats(logits), cols)
+
+    def step(state, f, logits, cols):
+        positions, drafts, seen, num_drafts = state
+        tokens, num_sampled = f.sampling.verify(logits, drafts, num_drafts, positions, cols, mode, None, seen)
         seen = f.sampling.mark_seen(seen, tokens, num_sampled)
-        return i + 1, positions + num_sampled, tokens[:, :K], seen, jnp.minimum(num_sampled, K)
+        return positions + num_sampled, tokens[:, :K], seen, num_sampled - 1
 
-    state = (jnp.int32(0), f.ints([0, 9, 50]), f.ints(np.zeros((N, K))), jnp.zeros((N, V), bool), f.ints([2, 2, 2]))
-    once = jax.jit(step)
-    looped = jax.jit(lambda state: jax.lax.while_loop(lambda s: s[0] < 4, step, state))(state)
+    state, fixed = start(FRAMEWORKS["jax"])
+    looped = jax.jit(lambda state: jax.lax.fori_loop(0, 4, lambda i, state: step(state, *fixed), state))(state)
+    state, fixed = start(FRAMEWORKS["torch"])
     for _ in range(4):
-        state = once(state)
+        state = step(state, *fixed)
     for a, b in zip(looped, state, strict=True):
-        assert np.array_equal(a, b)
-    assert np.asarray(state[3]).sum() > N
+        assert np.array_equal(numpy(a), numpy(b))
+    assert numpy(state[2]).sum() > N
