@@ -28,8 +28,11 @@ class IntsLayout:
     # start_position: the position of a request's first context row; its rows are contiguous.
     # next_prefill: the anchor of a request whose prompt is not finished (num_sampled 0).
     # request_index: the request's row in per-request state; -1 marks a padded request.
+    # first_context_position: keys before it are of no row's concern, they were never stored (prefix hits).
+    # temperature_bits: the temperature's float32 bits. Both it and seed are for sampling.
     PER_REQUEST = (
         "start_position", "num_context", "num_rejected", "num_sampled", "last_sampled", "next_prefill", "request_index",
+        "first_context_position", "temperature_bits", "seed",
     )  # fmt: skip
 
     @property
@@ -199,12 +202,13 @@ class EngineConfig:
     def layout(self, num_reqs: int) -> IntsLayout:
         return IntsLayout(num_reqs, self.table_width, len(self.num_pages))
 
-    def first_keys(self, end: np.ndarray) -> np.ndarray:
+    def first_keys(self, first_context_position: np.ndarray, end: np.ndarray) -> np.ndarray:
         """`[G, n]`: the first key that the block of each request sees in each page group, behind `end` tokens of context.
         Its anchor's row sees the most; at the length limit attention counts rows back from the last key."""
         anchor = np.minimum(end, self.max_model_len - self.query_len)
         windows = [window for window, _ in self.draft.page_groups]
-        return np.stack([0 * end if window is None else np.maximum(anchor - (window - 1), 0) for window in windows])
+        in_window = [0 * end if window is None else anchor - (window - 1) for window in windows]
+        return np.maximum(np.stack(in_window), first_context_position)
 
     def stop_keys(self, end: np.ndarray) -> np.ndarray:
         """`[n]`: the end of each request's block."""
@@ -287,11 +291,13 @@ class HeldPages:
 
 @dataclass
 class Request:
-    """A live request: its row in per-request state, stored context length, and pages of each group."""
+    """A live request: its row in per-request state, pages of each group, and its context, which is stored from
+    `first_context_position` to `context_len`."""
 
     index: int
     pages: list[HeldPages]
     context_len: int = 0
+    first_context_position: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +307,9 @@ class TargetStep:
     A decode request ran its anchor and drafts (`num_context` rows), of which the last `num_rejected` do not count;
     `num_sampled` tokens were emitted, the last being `last_sampled`. An unfinished prompt has num_sampled 0 and names
     its true next token in `next_prefill`.
+
+    A `start_position` past the stored context leaves a gap, which only a `first_context_position` as high explains: no row
+    sees what is before it. With external pages a lower one says that the caller's pages hold those keys (a shared prefix).
     """
 
     request_ids: Sequence
@@ -310,6 +319,7 @@ class TargetStep:
     last_sampled: np.ndarray
     next_prefill: np.ndarray
     start_position: np.ndarray | None = None  # default: where the request's stored context ends
+    first_context_position: np.ndarray | None = None  # default: the request's, at most start_position
     # With external pages only, page ids: [G, n, width], or [n, width] for all groups alike.
     block_tables: np.ndarray | None = None
 
@@ -334,8 +344,8 @@ class RequestTable:
         self.requests: dict = {}
         self._free_indices = list(range(config.max_num_seqs - 1, -1, -1))
 
-    def add(self, request_id, num_prompt_tokens: int = 0) -> None:
-        """Admit a request; it takes pages as its context grows."""
+    def add(self, request_id, num_prompt_tokens: int = 0, cached_tokens: int = 0) -> None:
+        """Admit a request; it takes pages as its context grows, which begins at position `cached_tokens`."""
         if request_id in self.requests:
             raise InputError(f"request {request_id!r} is already live; remove it first or pass another id")
         if not self._free_indices:
@@ -348,7 +358,13 @@ class RequestTable:
                 f"request {request_id!r}: a prompt of {num_prompt_tokens} tokens exceeds "
                 f"max_model_len={self.config.max_model_len}; shorten it or pass a larger max_model_len"
             )
-        self.requests[request_id] = Request(self._free_indices.pop(), [HeldPages() for _ in self.allocators])
+        if not 0 <= cached_tokens < (num_prompt_tokens or self.config.max_model_len):
+            raise InputError(
+                f"request {request_id!r}: cached_tokens={cached_tokens}; expected 0 or more and fewer than its prompt's "
+                f"{num_prompt_tokens or self.config.max_model_len} tokens, the last of which the target must run"
+            )
+        pages = [HeldPages(stored_from=cached_tokens) for _ in self.allocators]
+        self.requests[request_id] = Request(self._free_indices.pop(), pages, cached_tokens, cached_tokens)
 
     def remove(self, request_id) -> None:
         """Forget a request and free its pages."""
@@ -370,23 +386,29 @@ class RequestTable:
         anything has changed.
         """
         requests = [self._get(request_id) for request_id in step.request_ids]
+        start = [r.context_len for r in requests] if step.start_position is None else step.start_position
+        first = [r.first_context_position for r in requests]
         columns = {
-            "start_position": [r.context_len for r in requests] if step.start_position is None else step.start_position,
+            "start_position": start,
             "num_context": step.num_context,
             "num_rejected": step.num_rejected,
             "num_sampled": step.num_sampled,
             "last_sampled": step.last_sampled,
             "next_prefill": step.next_prefill,
+            "first_context_position": first if step.first_context_position is None else step.first_context_position,
         }
         columns = {name: _as_int32(name, value) for name, value in columns.items()}
+        if step.first_context_position is None and columns["start_position"].shape == (len(requests),):
+            # Rows that run after all begin the context anew.
+            columns["first_context_position"] = np.minimum(columns["first_context_position"], columns["start_position"])
         self._check(step, requests, columns)
         end = columns["start_position"] + columns["num_context"] - columns["num_rejected"]
         if self.external_pages:
-            tables = self._check_tables(step, end)
+            tables = self._check_tables(step, columns["first_context_position"], end)
         else:
-            tables = self._reserve_pages(step, requests, columns["start_position"], end)
-        for request, context_len in zip(requests, end, strict=True):
-            request.context_len = int(context_len)
+            tables = self._reserve_pages(step, requests, columns, end)
+        for request, first, context_len in zip(requests, columns["first_context_position"], end, strict=True):
+            request.context_len, request.first_context_position = int(context_len), int(first)
         return columns | {"request_index": np.array([r.index for r in requests], np.int32), "block_tables": tables}
 
     def _check(self, step: TargetStep, requests: list[Request], columns: dict[str, np.ndarray]) -> None:
@@ -414,17 +436,23 @@ class RequestTable:
                     f"request {request_id!r}: context positions {start} to {end[row] - 1} exceed "
                     f"max_model_len={self.config.max_model_len}; pass a larger max_model_len or end the request"
                 )
-            if start > context_len and not self.external_pages:
+            first = columns["first_context_position"][row]
+            if not 0 <= first <= start:
+                raise InputError(
+                    f"request {request_id!r}: first_context_position={first}; expected 0 to its start_position={start}"
+                )
+            trusted = self.external_pages and step.first_context_position is not None
+            if start > context_len and first < start and not trusted:
                 raise InputError(
                     f"request {request_id!r}: start_position={start} leaves a gap after its {context_len} stored tokens; "
-                    "pass the target's rows without gaps"
+                    f"pass the target's rows without gaps, or first_context_position={start} to do without what is before"
                 )
             if not 0 <= anchor[row] < vocab_size:
                 raise InputError(
                     f"request {request_id!r}: anchor token {anchor[row]} is outside the vocabulary of {vocab_size}"
                 )
 
-    def _check_tables(self, step: TargetStep, end: np.ndarray) -> np.ndarray:
+    def _check_tables(self, step: TargetStep, first_context: np.ndarray, end: np.ndarray) -> np.ndarray:
         """The caller's block tables `[G, n, W]`, cut to the width of ours. Pages that no row of the block sees may be
         null."""
         tables = _as_int32(
@@ -437,7 +465,7 @@ class RequestTable:
                 f"[{G} page groups, {n}, pages of a request]"
             )
         tables = np.broadcast_to(tables, (G, *tables.shape[-2:]))
-        first_keys, stop_keys = self.config.first_keys(end), self.config.stop_keys(end)
+        first_keys, stop_keys = self.config.first_keys(first_context, end), self.config.stop_keys(end)
         for g, num_pages in enumerate(self.config.num_pages):
             if np.min(tables[g], initial=0) < 0 or np.max(tables[g], initial=0) >= num_pages:
                 raise InputError(f"block_tables holds page ids outside 0 to {num_pages - 1}")
@@ -457,12 +485,12 @@ class RequestTable:
         return math.ceil(num_tokens / self.config.page_size)
 
     def _reserve_pages(
-        self, step: TargetStep, requests: list[Request], start: np.ndarray, end: np.ndarray
+        self, step: TargetStep, requests: list[Request], columns: dict[str, np.ndarray], end: np.ndarray
     ) -> np.ndarray:
         """Give every request the pages of what its block sees and take back the others, or do nothing: the block tables
         `[G, n, W]`, null where a request holds no page."""
-        page_size = self.config.page_size
-        first_keys = self.config.first_keys(end)
+        page_size, starts = self.config.page_size, columns["start_position"].tolist()
+        first_keys = self.config.first_keys(columns["first_context_position"], end)
         stops = [self.num_pages_for(key) for key in self.config.stop_keys(end).tolist()]
         plans = []
         for g, allocator in enumerate(self.allocators):
@@ -470,7 +498,7 @@ class RequestTable:
             firsts = [key // page_size for key in first_keys[g].tolist()]
             spans = list(zip(held, firsts, stops, strict=True))
             for row, (pages, first_key) in enumerate(zip(held, first_keys[g].tolist(), strict=True)):
-                if first_key < min(int(start[row]), pages.stored_from):
+                if first_key < min(starts[row], pages.stored_from):
                     raise InputError(
                         f"request {step.request_ids[row]!r}: its block sees keys from position {first_key} on, those before "
                         f"{pages.stored_from} are gone; pass start_position={first_key} or less and the rows from there on"
@@ -492,6 +520,8 @@ class RequestTable:
                 pages.drop(first, stop)
             for row, (pages, first, stop) in enumerate(spans):
                 pages.extend(first, allocator.allocate(stop - first - len(pages.ids)))
-                pages.stored_from = max(min(pages.stored_from, int(start[row])), first * page_size)
+                after_gap = starts[row] > requests[row].context_len
+                stored_from = starts[row] if after_gap else min(pages.stored_from, starts[row])
+                pages.stored_from = max(stored_from, first * page_size)
                 tables[g, row, first:stop] = pages.ids
         return tables

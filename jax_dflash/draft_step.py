@@ -76,7 +76,8 @@ def query_step(
 ) -> tuple[DraftState, Int[Array, "N K"]]:
     """One pass over [anchor, mask x K] of each request, and its K drafts."""
     N, Q, places = len(inputs.seq_lens), config.query_len, config.draft.layer_places
-    bounds = [dense.key_bounds(inputs.seq_lens, Q, layer.window, layer.causal) for layer in config.draft.layers]
+    first = fields["first_context_position"]
+    bounds = [dense.key_bounds(inputs.seq_lens, Q, layer.window, layer.causal, first) for layer in config.draft.layers]
 
     def attend(pools, layer, q, k, v):
         group, at = places[layer]

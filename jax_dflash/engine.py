@@ -106,9 +106,10 @@ class DraftEngine:
         self.state = self._donate(lambda state: self.programs.capture(state, progress=progress))
         self.captured = True
 
-    def add_request(self, request_id, num_prompt_tokens: int = 0) -> None:
-        """Admit a request. Raises InputError past max_num_seqs or max_model_len."""
-        self.requests.add(request_id, num_prompt_tokens)
+    def add_request(self, request_id, num_prompt_tokens: int = 0, cached_tokens: int = 0) -> None:
+        """Admit a request. The first `cached_tokens` of its prompt were restored by the target's prefix cache and never run:
+        its context begins behind them, and no row sees them. Raises InputError past max_num_seqs or max_model_len."""
+        self.requests.add(request_id, num_prompt_tokens, cached_tokens)
 
     def remove_request(self, request_id) -> None:
         """Forget a request and free its pages."""

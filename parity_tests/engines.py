@@ -94,8 +94,8 @@ def slots_of(engine, request_id, start: int = 0, stop: int | None = None) -> lis
     """Slots of a request's positions; by default its stored context."""
     request, page = engine.requests.requests[request_id], engine.config.page_size
     positions = range(start, request.context_len if stop is None else stop)
-    pages = request.pages[0].ids
-    return [pages[p // page] * page + p % page for p in positions]
+    held = request.pages[0]
+    return [held.ids[p // page - held.first] * page + p % page for p in positions]
 
 
 def step_for(ids, num_context, num_rejected=0, num_sampled=1, last=7, **more) -> TargetStep:

@@ -26,6 +26,7 @@ from parity_tests.engines import (
     one_thread,
     pool_of,
     prefill,
+    set_pool,
     slots_of,
     step_for,
     weights_of,
@@ -147,6 +148,69 @@ def test_restored_context_must_have_been_stored(kind):
     with pytest.raises(InputError, match="leaves a gap after its 0 stored tokens"):
         engine.propose(restored, features(8)[6:])
     np.testing.assert_array_equal(engine.propose(step_for([0], 8), features(8)), cold)
+
+
+@kinds
+def test_restored_context_is_masked(kind):
+    """C46: a prompt of 8 whose first 6 tokens were restored and never ran: rows 0 to 5 of the pages are NaN, and a program
+    that reads them drafts from NaN. Only positions 6, 7 and the block have slots. The drafts are those of a context of
+    these two rows alone (K and V at other positions, but only distances count), now and after another step."""
+    found = []
+    for cached in (6, 0):
+        engine = make_engine(kind, fill=np.nan)
+        engine.add_request(0, cached + 2, cached_tokens=cached)
+        drafts = [engine.propose(step_for([0], 2), features(2))]
+        assert written(engine) == slots_of(engine, 0, cached, cached + 2 + K + 1)
+        drafts.append(engine.propose(step_for([0], K + 1, 1, last=11), features(K + 1, 5)))
+        assert engine.requests.requests[0].context_len == cached + 2 + K
+        found.append(np.stack(drafts))
+    np.testing.assert_array_equal(*found)
+    cold = make_engine(kind, fill=np.nan)
+    cold.add_request(0, 8)
+    others = cold.propose(step_for([0], 8), np.concatenate([features(6, 3), features(2)]))
+    assert (others != found[0][0]).any(), "six rows more of context must change a draft"
+
+
+@kinds
+def test_a_gap_needs_a_first_context_position(kind):
+    """C46: with the caller's pages a gap after the stored context passed unseen. `first_context_position` says that nobody
+    looks there (pages before it may be null); of a caller's own pages also that they hold those keys."""
+    tables = np.array([[0, 2, 1]])
+    drafts = []
+    for external in (False, True):
+        engine = make_engine(kind, fill=np.nan, external_pages=external)
+        engine.add_request(0)
+        more = {"start_position": np.array([6])} | ({"block_tables": tables} if external else {})
+        with pytest.raises(
+            InputError, match="start_position=6 leaves a gap after its 0 stored tokens; .*first_context_pos"
+        ):
+            engine.propose(step_for([0], 2, **more), features(2))
+        with pytest.raises(InputError, match="first_context_position=7; expected 0 to its start_position=6"):
+            engine.propose(step_for([0], 2, first_context_position=np.array([7]), **more), features(2))
+        drafts.append(engine.propose(step_for([0], 2, first_context_position=np.array([6]), **more), features(2)))
+    np.testing.assert_array_equal(*drafts)
+    with pytest.raises(InputError, match="has no page for position 0; its block sees positions 0 to 11"):
+        engine.propose(step_for([0], 2, first_context_position=np.array([0]), **more), features(2))
+    set_pool(engine, 0.25)
+    engine.propose(
+        step_for([0], 2, first_context_position=np.array([0]), **more | {"block_tables": np.array([[3, 2, 1]])}),
+        features(2),
+    )
+    assert engine.requests.requests[0].first_context_position == 0
+
+
+def test_a_cached_prompt_still_runs_its_last_token():
+    """C46: a prompt that was restored whole, or more than whole, leaves a step without context rows."""
+    config = EngineConfig.make(CONFIG, max_num_seqs=2, max_model_len=64, num_speculative_tokens=K)
+    requests = RequestTable(config, external_pages=False)
+    for cached in (8, 9, -1):
+        with pytest.raises(
+            InputError, match=f"cached_tokens={cached}; expected 0 or more and fewer than its prompt's 8"
+        ):
+            requests.add(0, 8, cached)
+    requests.add(0, 8, 7)
+    requests.add(1, cached_tokens=6)
+    assert [r.context_len for r in requests.requests.values()] == [7, 6]
 
 
 @kinds

@@ -1,4 +1,4 @@
-"""Layers of several windows: a pool, block tables and pages for each window (cases.md, C49)."""
+"""Layers of several windows: a pool, block tables and pages for each window (cases.md, C46, C49)."""
 
 import functools
 from dataclasses import replace
@@ -9,10 +9,13 @@ import torch
 
 import jax_dflash.engine
 import torch_ref.engine
-from jax_dflash.batch import EngineConfig, RequestTable
+from jax_dflash.batch import EngineConfig, IntsLayout, RequestTable
 from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import InputError
+from jax_dflash.taps import live_part, tap_table
 from parity_tests.engines import one_thread, set_pool, step_for  # noqa: F401
+from parity_tests.harness import case as cases
+from parity_tests.harness import runners
 from parity_tests.tiny import DRAFT, FRAMEWORKS, WINDOWED, draft_weights, numpy
 
 
@@ -132,6 +135,90 @@ def test_a_step_back_before_what_a_window_kept_is_refused():
     assert table.requests[0].context_len == 20
     table.reserve(step_for([0], 3, start_position=np.array([13])))
     assert (table.requests[0].context_len, table.requests[0].pages[0].first) == (16, 6)
+
+
+def test_pages_behind_a_cached_prompt():
+    """Pages held for tokens that nobody sees, or a window that begins before them: 10 of 12 tokens were restored, so that
+    both groups begin with key 10 (column 5); 5 tokens more, and the window begins at key 14 (column 7)."""
+    table = make_table()
+    table.add(0, 12, cached_tokens=10)
+    tables = table.reserve(step_for([0], 2))["block_tables"]
+    assert tables[:, 0].tolist() == [[0] * 5 + [1, 2, 3]] * 2
+    columns = table.reserve(step_for([0], 5))
+    assert np.flatnonzero(columns["block_tables"][0, 0]).tolist() == [7, 8, 9, 10]
+    assert np.flatnonzero(columns["block_tables"][1, 0]).tolist() == [5, 6, 7, 8, 9, 10]
+    assert columns["first_context_position"].tolist() == [10]
+
+
+def test_rows_that_run_after_all_begin_the_context():
+    """A cached prompt that the target runs again: keys from its new start on are stored, and must be seen."""
+    table = make_table()
+    table.add(0, 12, cached_tokens=10)
+    columns = table.reserve(step_for([0], 12, start_position=np.array([0])))
+    assert columns["first_context_position"].tolist() == [0]
+    assert columns["block_tables"][1, 0].tolist() == list(range(1, 9))
+
+
+def test_slots_of_each_group(f):
+    """All groups' rows in one group's pages. Two tables of one request: 2 context rows at 4, a block of 4 at 6; and a
+    column that nobody packed is 0, not what the buffer held."""
+    layout = IntsLayout(2, 5, num_groups=2)
+    columns = {
+        "start_position": [4], "num_context": [2], "num_sampled": [1], "last_sampled": [50], "request_index": [0],
+        "block_tables": np.array([[[0, 0, 5, 2, 7]], [[1, 4, 6, 8, 9]]]),
+    }  # fmt: skip
+    sizes = {"context_rows": 3, "query_len": 4, "mask_token_id": 59, "page_size": 2, "max_model_len": LENGTH}
+    ints = layout.pack(columns, 2)
+    inputs = f.run(lambda ints: f.inputs.prepare_inputs(layout.unpack(ints), **sizes), f.ints(ints))
+    assert numpy(inputs.context_slots).tolist() == [[10, 11, -1], [12, 13, -1]]
+    assert numpy(inputs.query_slots).tolist() == [[4, 5, 14, 15] + [-1] * 4, [16, 17, 18, 19] + [-1] * 4]
+    for name in ("num_rejected", "next_prefill", "first_context_position", "temperature_bits", "seed"):
+        assert layout.unpack(ints)[name].tolist() == [0, 0]
+
+
+def sliding_case(windows=(None, None), causal=True):
+    """Requests whose stored context begins late, or not at all, with layers of these windows."""
+    requests = [cases.Request(6, 2, cached=6), cases.Request(21, 5, 2, 3, cached=9), cases.Request(8, 6, sampled=0)]
+    case = cases.build("cached", requests)
+    types = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    sliding = {"sliding_window": next(filter(None, windows), None), "is_causal": causal}
+    return replace(case, config=case.config | {"layer_types": types} | (sliding if any(windows) else {}))
+
+
+@pytest.mark.parametrize(
+    "runner, windows, causal",
+    [
+        ("jax", (None, 6), False),
+        ("torch.eager", (None, 6), False),
+        ("torch.eager", (6, None), True),
+        ("torch.eager", (None, None), False),
+    ],
+)
+def test_hidden_context_against_the_oracle(runner, windows, causal):
+    """C46, C49: restored keys seen, the bound off by one, lost in windowed or in full layers, or one that hides rows of
+    another request; integers, pools and layers of several groups out of order. Restored rows of the pool are NaN."""
+    case = sliding_case(windows, causal)
+    assert len(runners.draft_config(case).page_groups) == len(set(windows))
+    dtype, limit = ("float64", 1e-11) if runner == "torch.eager" else ("float32", 1e-5)
+    right, found = runners.oracle(case), runners.runner(runner)(case, dtype, rerun=False)
+    for tap in tap_table(case.num_layers):
+        a, b = (live_part(tap, trace[tap.name], case.live_reqs, case.live_rows) for trace in (found, right))
+        assert a.shape == b.shape and np.array_equal(np.isnan(a), np.isnan(b)), tap.name
+        np.testing.assert_allclose(
+            np.nan_to_num(a), np.nan_to_num(b), atol=limit * np.nanmax(np.abs(b)), err_msg=tap.name
+        )
+    assert np.isfinite(found["logits"][: case.live_reqs]).all()
+    hidden = runners.oracle(replace(case, columns=case.columns | {"first_context_position": np.zeros(3, np.int32)}))
+    assert np.isnan(hidden["logits"][:2]).all(), "the case would not notice: nothing hidden is NaN"
+
+
+def test_a_case_file_from_before_first_context_position(tmp_path):
+    """Old case files refused for want of the column, or run with garbage in it."""
+    case = cases.mixed()
+    old = {name: value for name, value in case.columns.items() if name != "first_context_position"}
+    read = cases.load(cases.save(replace(case, columns=old), tmp_path / "old.safetensors"))
+    assert read.columns["first_context_position"].tolist() == [0, 0, 0, 0]
+    assert cases.digest(read) == cases.digest(case)
 
 
 def full_tables(num: int) -> np.ndarray:

@@ -90,7 +90,7 @@ def query_step(
             fields["block_tables"][group],
             inputs.seq_lens,
             config.page_size,
-            *dense.key_bounds(inputs.seq_lens, Q, window, causal),
+            *dense.key_bounds(inputs.seq_lens, Q, window, causal, fields["first_context_position"]),
             starts[group],
         )
         for group, window, causal in dict.fromkeys(kinds)

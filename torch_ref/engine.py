@@ -88,9 +88,10 @@ class DraftEngine:
             self.graphs.capture(progress=progress)
         self.captured = True
 
-    def add_request(self, request_id, num_prompt_tokens: int = 0) -> None:
-        """Admit a request. Raises InputError past max_num_seqs or max_model_len."""
-        self.requests.add(request_id, num_prompt_tokens)
+    def add_request(self, request_id, num_prompt_tokens: int = 0, cached_tokens: int = 0) -> None:
+        """Admit a request. The first `cached_tokens` of its prompt were restored by the target's prefix cache and never run:
+        its context begins behind them, and no row sees them. Raises InputError past max_num_seqs or max_model_len."""
+        self.requests.add(request_id, num_prompt_tokens, cached_tokens)
 
     def remove_request(self, request_id) -> None:
         """Forget a request and free its pages."""
@@ -142,7 +143,7 @@ class DraftEngine:
         live request sees."""
         tap = Taps(self.taps)
         end = columns["start_position"] + columns["num_context"] - columns["num_rejected"]
-        first_keys = self.config.first_keys(end).min(axis=1)
+        first_keys = self.config.first_keys(columns["first_context_position"], end).min(axis=1)
         self.state, tokens = draft_step(
             self.config,
             self.weights,

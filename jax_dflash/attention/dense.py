@@ -27,7 +27,7 @@ def padded_width(num_pages: int, page_size: int) -> int:
 
 
 def chunk_range(
-    seq_lens: Int[Array, "B"], first_key: Int[Array, "B T"] | None, chunk_keys: int
+    seq_lens: Int[Array, "B"], first_key: Int[Array, "B _"] | None, chunk_keys: int
 ) -> tuple[Int[Array, ""], Int[Array, ""]]:
     """(first, stop) of the loop: from the first chunk that a live row of the batch sees to the longest request."""
     longest = jnp.max(seq_lens)
@@ -39,15 +39,22 @@ def chunk_range(
 
 
 def key_bounds(
-    seq_lens: Int[Array, "B"], num_rows: int, window: int | None, causal: bool
-) -> tuple[Int[Array, "B T"] | None, Int[Array, "B T"] | None]:
+    seq_lens: Int[Array, "B"],
+    num_rows: int,
+    window: int | None,
+    causal: bool,
+    first_context_position: Int[Array, "B"] | None = None,
+) -> tuple[Int[Array, "B T"] | None, Int[Array, "B _"] | None]:
     """(last key, first key) that each of a request's last `num_rows` rows sees, None where nothing bounds it; `window` and
-    `causal` as in `checkpoint_forms.Layer`. The rows end with the request's keys: row i is key seq_len - num_rows + i.
+    `causal` as in `checkpoint_forms.Layer`. The rows end with the request's keys: row i is key seq_len - num_rows + i. No
+    row sees a key before its request's `first_context_position`; a bound that is all rows' is `[B, 1]`.
     """
     rows = seq_lens[:, None] - num_rows + jnp.arange(num_rows, dtype=seq_lens.dtype)
+    first = None if first_context_position is None else first_context_position[:, None]
     if window is None:
-        return (rows if causal else None), None
-    return (rows if causal else rows + window - 1), rows - window + 1
+        return (rows if causal else None), first
+    in_window = rows - window + 1
+    return (rows if causal else rows + window - 1), in_window if first is None else jnp.maximum(in_window, first)
 
 
 def attention(
@@ -57,7 +64,7 @@ def attention(
     block_tables: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
     last_key: Int[Array, "B T"] | None = None,
-    first_key: Int[Array, "B T"] | None = None,
+    first_key: Int[Array, "B _"] | None = None,
 ) -> Float[Array, "B T N H"]:
     """Every query sees keys 0 to seq_len - 1 of its request; of these only those up to its `last_key` (for a causal row its
     own position) and from its `first_key` on.
@@ -91,13 +98,14 @@ def _attention(pool, layer, q, block_tables, seq_lens, last_key=None, first_key=
         k, v = gather_pages(pool, layer, pages)
         keys = chunk * width * page_size + jnp.arange(width * page_size, dtype=seq_lens.dtype)
         live = keys < seq_lens[:, None]
+        if first_key is not None:
+            live &= keys >= jnp.min(first_key, axis=1, keepdims=True)
         visible = live[:, None, None]
         if last_key is not None:
             visible &= keys <= by_row(last_key)
             live &= keys <= jnp.max(last_key, axis=1, keepdims=True)
-        if first_key is not None:
+        if first_key is not None and first_key.shape[1] > 1:
             visible &= keys >= by_row(first_key)
-            live &= keys >= jnp.min(first_key, axis=1, keepdims=True)
         # A masked score still multiplies its value by 0, and 0 x NaN is NaN: select the values too.
         v = jnp.where(live[:, :, None, None], v, 0)
         scores = accum_einsum("bkrh,bskh->bkrs", q, k) * H**-0.5

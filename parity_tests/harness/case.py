@@ -21,6 +21,7 @@ from safetensors.numpy import save_file
 SCHEMA = 1
 PER_REQUEST = (
     "start_position", "num_context", "num_rejected", "num_sampled", "last_sampled", "next_prefill", "request_index",
+    "first_context_position",
 )  # fmt: skip
 CONFIG = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 SIZES = ("num_reqs", "context_rows", "page_size", "max_model_len", "num_speculative_tokens")
@@ -139,6 +140,8 @@ def load(path: str | Path) -> Case:
             **{name: int(document["sizes"][name]) for name in SIZES},
             yarn_attention=document.get("yarn_attention", "mscale"), meta=document["meta"],
         )  # fmt: skip
+        none = np.zeros(case.live_reqs, np.int32)
+        case.columns.setdefault("first_context_position", none)  # of files from before it was there
         missing = {*PER_REQUEST, "block_tables"} - case.columns.keys()
         if "transformer_layer_config" not in case.config:  # where the speculators form has its sizes
             missing |= {*CONFIG} - case.config.keys()
@@ -184,12 +187,13 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 @dataclass(frozen=True)
 class Request:
     """One request of a made-up step: `start` rows are in the pool, `rows` come from the target, the last ones rejected.
-    A `sampled` of 0 is a prompt that is not finished."""
+    A `sampled` of 0 is a prompt that is not finished. Of the rows in the pool the first `cached` were never stored."""
 
     start: int
     rows: int
     rejected: int = 0
     sampled: int = 1
+    cached: int = 0
 
 
 def build(
@@ -252,7 +256,7 @@ def build(
     pool = np.full((num_layers, 2, num_pages, page_size, num_kv_heads, H), np.nan, np.float32)
     for row, request in enumerate(requests):
         tables[row, : pages_of[row]] = [free.pop() for _ in range(pages_of[row])]
-        for position in range(request.start):
+        for position in range(request.cached, request.start):
             stored = exact(rng.standard_normal((num_layers, 2, num_kv_heads, H)))
             pool[:, :, tables[row, position // page_size], position % page_size] = stored
     pool[:, :, [0, -1]] = (
@@ -266,6 +270,7 @@ def build(
         "last_sampled": rng.integers(1, vocab_size - 1, n),
         "next_prefill": rng.integers(1, vocab_size - 1, n),
         "request_index": rng.permutation(N + 3)[:n],
+        "first_context_position": [r.cached for r in requests],
     }
     rows = sum(r.rows for r in requests)
     return Case(

@@ -44,6 +44,7 @@ class Step(NamedTuple):
     request_index: np.ndarray  # [n]
     block_tables: np.ndarray  # [n, W] page ids, 0 is the null page
     hidden_states: np.ndarray  # [I, M, Dt] residual stream, index 0 = embeddings, index i = after i layers
+    first_context_position: np.ndarray | tuple = ()  # [n] no row sees a key before it [C46]; empty: all see from 0 on
 
 
 def load(directory):
@@ -225,13 +226,15 @@ def visible_keys(row, num_rows, num_keys, causal, window):
     return max(first, 0), min(last + 1, num_keys)
 
 
-def attend(q_BTNH, rows_2SKH, block_tables, seq_lens, page_size, *, causal, window):
-    """Each query row over the keys it sees of its request, those of its own block included; zeros where there are none."""
+def attend(q_BTNH, rows_2SKH, block_tables, seq_lens, page_size, *, causal, window, hidden=()):
+    """Each query row over the keys it sees of its request, those of its own block included; zeros where there are none.
+    The first hidden[r] keys of request r nobody sees."""
     out = np.zeros_like(q_BTNH)
     T, heads, head_dim = q_BTNH.shape[1:]
     group = heads // rows_2SKH.shape[2]
     for r, table in enumerate(block_tables):
         spans = [visible_keys(t, T, seq_lens[r], causal, window) for t in range(T)]
+        spans = [(max(first, int(hidden[r])) if len(hidden) else first, last) for first, last in spans]
         for first, last in set(spans):
             if first >= last:
                 continue
@@ -275,7 +278,7 @@ def context_kv(model, weights, context_norm_CD, positions):
     return np.stack(keys), np.stack(values)
 
 
-def draft_layer(model, weights, tap, i, x, rows_2SKH, ints, block_tables, page_size):
+def draft_layer(model, weights, tap, i, x, rows_2SKH, ints, step, page_size):
     """One pre-norm layer on x [B, T, D]; stores the block's K/V before it reads them, as its rows see each other."""
     B, T, _ = x.shape
     at, layer, positions = f"layers.{i}.", model.layers[i], ints["query_positions"].reshape(B, T)
@@ -289,8 +292,8 @@ def draft_layer(model, weights, tap, i, x, rows_2SKH, ints, block_tables, page_s
     v = tap(at + "v", v)
     for side, kv in enumerate((k, v)):
         write(rows_2SKH[side], ints["query_slots"], kv.reshape(B * T, *kv.shape[2:]))
-    mask = {"causal": layer.causal, "window": layer.window}
-    attn = tap(at + "attn", attend(q, rows_2SKH, block_tables, ints["seq_lens"], page_size, **mask))
+    mask = {"causal": layer.causal, "window": layer.window, "hidden": step.first_context_position}
+    attn = tap(at + "attn", attend(q, rows_2SKH, step.block_tables, ints["seq_lens"], page_size, **mask))
     x = tap(at + "post_attention", x + weights.linear(attn.reshape(B, T, -1), at + "self_attn.o_proj"))
     n2 = tap(at + "n2", rms_norm(x, weights(at + "post_attention_layernorm"), model.eps))
     gate, up = (weights.linear(n2, f"{at}mlp.{name}_proj") for name in ("gate", "up"))
@@ -368,7 +371,7 @@ def run(
             x[:, t] = mask_row(tensors, embed.shape[1])
     x = tap("embeds", x * model.embedding_scale)
     for i in range(L):
-        x = draft_layer(model, weights, tap, i, x, rows_L2SKH[i], ints, step.block_tables, page_size)
+        x = draft_layer(model, weights, tap, i, x, rows_L2SKH[i], ints, step, page_size)
     x = tap("hidden", rms_norm(x[:, 1:], weights("norm"), model.eps))
     logits = np.full((*x.shape[:2], num_columns), -np.inf)
     logits[..., columns] = weights.linear(x, "lm_head")[..., : len(columns)] * model.logit_scale

@@ -128,7 +128,8 @@ def earlier(case: Case, request: int) -> Case:
     """Half as much stored context before a request's rows."""
     start = case.columns["start_position"].copy()
     start[request] //= 2
-    return replace(case, columns=case.columns | {"start_position": start})
+    first = np.minimum(case.columns["first_context_position"], start)
+    return replace(case, columns=case.columns | {"start_position": start, "first_context_position": first})
 
 
 def fewer_heads(case: Case, keep: int) -> Case:

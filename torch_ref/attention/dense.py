@@ -56,15 +56,22 @@ KERNELS = {"sdpa": sdpa, "dense": dense}
 
 
 def key_bounds(
-    seq_lens: Int[Tensor, "B"], num_rows: int, window: int | None, causal: bool
-) -> tuple[Int[Tensor, "B T"] | None, Int[Tensor, "B T"] | None]:
+    seq_lens: Int[Tensor, "B"],
+    num_rows: int,
+    window: int | None,
+    causal: bool,
+    first_context_position: Int[Tensor, "B"] | None = None,
+) -> tuple[Int[Tensor, "B T"] | None, Int[Tensor, "B _"] | None]:
     """(last key, first key) that each of a request's last `num_rows` rows sees, None where nothing bounds it; `window` and
-    `causal` as in `checkpoint_forms.Layer`. The rows end with the request's keys: row i is key seq_len - num_rows + i.
+    `causal` as in `checkpoint_forms.Layer`. The rows end with the request's keys: row i is key seq_len - num_rows + i. No
+    row sees a key before its request's `first_context_position`; a bound that is all rows' is `[B, 1]`.
     """
     rows = seq_lens[:, None] - num_rows + torch.arange(num_rows, dtype=seq_lens.dtype, device=seq_lens.device)
+    first = None if first_context_position is None else first_context_position[:, None]
     if window is None:
-        return (rows if causal else None), None
-    return (rows if causal else rows + window - 1), rows - window + 1
+        return (rows if causal else None), first
+    in_window = rows - window + 1
+    return (rows if causal else rows + window - 1), in_window if first is None else torch.maximum(in_window, first)
 
 
 def attention(
@@ -74,7 +81,7 @@ def attention(
     block_tables: Int[Tensor, "B W"],
     seq_lens: Int[Tensor, "B"],
     last_key: Int[Tensor, "B T"] | None = None,
-    first_key: Int[Tensor, "B T"] | None = None,
+    first_key: Int[Tensor, "B _"] | None = None,
     *,
     kernel: str = "sdpa",
 ) -> Float[Tensor, "B T N H"]:
@@ -92,7 +99,7 @@ def find_keys(
     seq_lens: Int[Tensor, "B"],
     page_size: int,
     last_key: Int[Tensor, "B T"] | None = None,
-    first_key: Int[Tensor, "B T"] | None = None,
+    first_key: Int[Tensor, "B _"] | None = None,
     start: int = 0,
 ) -> Keys:
     """The part of `attention` that layers with the same bounds share. Keys before `start`, which no row sees, are not
