@@ -9,6 +9,7 @@ import numpy as np
 
 from jax_dflash.buckets import row_bucket_sizes
 from jax_dflash.config import DraftConfig, InputError
+from jax_dflash.sampling_params import SamplingParams
 
 PAD_SLOT = -1
 CHUNK_KEYS = 256  # keys between two rescalings of the dense attention's online softmax, in both frameworks
@@ -298,6 +299,7 @@ class Request:
     pages: list[HeldPages]
     context_len: int = 0
     first_context_position: int = 0
+    params: SamplingParams | None = None  # greedy without
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,6 +326,17 @@ class TargetStep:
     block_tables: np.ndarray | None = None
 
 
+def check_scheduled_ks(scheduled_ks: Sequence[int], num_speculative_tokens: int) -> tuple[int, ...]:
+    """The numbers of drafts that a step may ask for, largest first; the engine's own K is always among them. Raises
+    InputError."""
+    if any(not 0 <= k <= num_speculative_tokens for k in scheduled_ks):
+        raise InputError(
+            f"scheduled_ks={list(scheduled_ks)}; pass numbers of drafts from 0 to num_speculative_tokens="
+            f"{num_speculative_tokens}"
+        )
+    return tuple(sorted({*scheduled_ks, num_speculative_tokens} - {0}, reverse=True))
+
+
 def _as_int32(name: str, value) -> np.ndarray:
     array = np.asarray(value)
     if array.dtype.kind not in "iu" and array.size:
@@ -344,7 +357,9 @@ class RequestTable:
         self.requests: dict = {}
         self._free_indices = list(range(config.max_num_seqs - 1, -1, -1))
 
-    def add(self, request_id, num_prompt_tokens: int = 0, cached_tokens: int = 0) -> None:
+    def add(
+        self, request_id, num_prompt_tokens: int = 0, cached_tokens: int = 0, params: SamplingParams | None = None
+    ) -> None:
         """Admit a request; it takes pages as its context grows, which begins at position `cached_tokens`."""
         if request_id in self.requests:
             raise InputError(f"request {request_id!r} is already live; remove it first or pass another id")
@@ -364,7 +379,7 @@ class RequestTable:
                 f"{num_prompt_tokens or self.config.max_model_len} tokens, the last of which the target must run"
             )
         pages = [HeldPages(stored_from=cached_tokens) for _ in self.allocators]
-        self.requests[request_id] = Request(self._free_indices.pop(), pages, cached_tokens, cached_tokens)
+        self.requests[request_id] = Request(self._free_indices.pop(), pages, cached_tokens, cached_tokens, params)
 
     def remove(self, request_id) -> None:
         """Forget a request and free its pages."""
@@ -409,7 +424,14 @@ class RequestTable:
             tables = self._reserve_pages(step, requests, columns, end)
         for request, first, context_len in zip(requests, columns["first_context_position"], end, strict=True):
             request.context_len, request.first_context_position = int(context_len), int(first)
-        return columns | {"request_index": np.array([r.index for r in requests], np.int32), "block_tables": tables}
+        sampled = [(0.0, 0) if r.params is None else (r.params.temperature, r.params.seed) for r in requests]
+        temperature, seed = zip(*sampled, strict=True)
+        return columns | {
+            "request_index": np.array([r.index for r in requests], np.int32),
+            "temperature_bits": np.array(temperature, np.float32).view(np.int32),
+            "seed": np.array(seed, np.int32),
+            "block_tables": tables,
+        }
 
     def _check(self, step: TargetStep, requests: list[Request], columns: dict[str, np.ndarray]) -> None:
         n = len(requests)

@@ -7,6 +7,7 @@ engine.add_request("a", num_prompt_tokens=100)
 tokens = engine.propose(TargetStep(...), features)      # [n, K]
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +16,13 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jax_dflash.attention.dense import padded_width
-from jax_dflash.batch import EngineConfig, RequestTable, TargetStep
+from jax_dflash.batch import EngineConfig, RequestTable, TargetStep, check_scheduled_ks
 from jax_dflash.buckets import BatchDescriptor, BucketLadder, GraphMode
 from jax_dflash.config import DraftConfig, InputError
 from jax_dflash.draft_step import DraftState, zero_state
 from jax_dflash.drafter import DraftWeights
 from jax_dflash.programs import Programs, forbid_compiles
+from jax_dflash.sampling_params import SamplingParams
 
 
 class DraftEngine:
@@ -39,6 +41,9 @@ class DraftEngine:
         ladder: request buckets; default `BucketLadder.without_holes`.
         strict: raise where no bucket fits instead of compiling an eager program.
         external_pages: the caller passes block tables in each step (page 0 is the null page), as vLLM does.
+        draft_sample_method: greedy, or probabilistic: drafts are sampled at each request's temperature, and `draft_logits`
+            keeps what they were sampled from.
+        scheduled_ks: fewer drafts than K that a step may ask for; each has programs of its own. 0 always may be asked for.
         context_in_program: False stores context K/V by programs of its own, before the step.
         taps: programs also return the values of `taps.tap_table` up to this level, kept in `last_taps`; 0 for none.
         compiler_options: XLA options over those of `numerics.COMPILER_OPTIONS`.
@@ -59,6 +64,8 @@ class DraftEngine:
         strict: bool = False,
         external_pages: bool = False,
         allow_long_block: bool = False,
+        draft_sample_method: str = "greedy",
+        scheduled_ks: Sequence[int] = (),
         context_in_program: bool = True,
         taps: int = 0,
         compiler_options: dict[str, Any] | None = None,
@@ -69,21 +76,31 @@ class DraftEngine:
             max_model_len=max_model_len,
             num_speculative_tokens=num_speculative_tokens,
             allow_long_block=allow_long_block,
+            draft_sample_method=draft_sample_method,
             max_num_batched_tokens=max_num_batched_tokens,
             page_size=page_size,
             num_pages=num_pages,
             table_width=padded_width(-(-max_model_len // page_size), page_size),
         )
+        K = self.config.num_speculative_tokens
         self.ladder = ladder or BucketLadder.without_holes(max_num_seqs=max_num_seqs, query_len=self.config.query_len)
         self.requests = RequestTable(self.config, external_pages=external_pages)
-        self.programs = Programs(
-            self.config,
-            self.ladder,
-            weights,
-            context_in_program=context_in_program,
-            taps=taps,
-            compiler_options=compiler_options,
-        )
+        self.scheduled: dict[int, Programs] = {}
+        for k in check_scheduled_ks(scheduled_ks, K):
+            self.scheduled[k] = Programs(
+                self.config if k == K else self.config.scheduled(k),
+                self.ladder if k == K else BucketLadder.without_holes(max_num_seqs=max_num_seqs, query_len=k + 1),
+                weights,
+                context_in_program=context_in_program,
+                taps=taps,
+                compiler_options=compiler_options,
+            )
+        self.programs = self.scheduled[K]
+        self._context_rows = set(self.config.row_buckets)
+        if 0 in scheduled_ks:  # a verify's rows, stored without drafting
+            verifies = self.ladder.capture_order(GraphMode.FULL)
+            self._context_rows |= {self.programs.context_rows(descriptor.padded_reqs) for descriptor in verifies}
+        self.waited = 0.0  # seconds, for results of the device
         self.strict = strict
         self._state: DraftState | None = zero_state(self.config, self.programs.dtype)
         self.captured = False
@@ -103,39 +120,81 @@ class DraftEngine:
 
     def capture(self, *, progress: bool = True) -> None:
         """Compile and warm up every bucket, largest first. The pools keep their bits."""
-        self.state = self._donate(lambda state: self.programs.capture(state, progress=progress))
+        for programs in self.scheduled.values():
+            rows = self._context_rows if programs is self.programs else ()
+            self.state = self._donate(
+                lambda state, programs=programs, rows=rows: programs.capture(state, rows, progress=progress)
+            )
         self.captured = True
 
-    def add_request(self, request_id, num_prompt_tokens: int = 0, cached_tokens: int = 0) -> None:
+    def add_request(
+        self, request_id, num_prompt_tokens: int = 0, cached_tokens: int = 0, params: SamplingParams | None = None
+    ) -> None:
         """Admit a request. The first `cached_tokens` of its prompt were restored by the target's prefix cache and never run:
-        its context begins behind them, and no row sees them. Raises InputError past max_num_seqs or max_model_len."""
-        self.requests.add(request_id, num_prompt_tokens, cached_tokens)
+        its context begins behind them, and no row sees them. Temperature and seed of `params` are its drafts', where drafts
+        are sampled. Raises InputError past max_num_seqs or max_model_len."""
+        self.requests.add(request_id, num_prompt_tokens, cached_tokens, params)
+
+    def request_index(self, request_id) -> int:
+        """The request's row in `draft_logits`."""
+        return self.requests.requests[request_id].index
+
+    @property
+    def draft_logits(self) -> jax.Array | None:
+        """`[R, K, V]`, what the last drafts of each request were sampled from; None where drafts are greedy."""
+        return self.state.draft_logits
 
     def remove_request(self, request_id) -> None:
         """Forget a request and free its pages."""
         self.requests.remove(request_id)
 
-    def propose(self, step: TargetStep, features: Float[np.ndarray | jax.Array, "M F"]) -> Int[np.ndarray, "n K"]:
-        """K draft tokens for each request of the step, in its order; waits for them.
+    def propose(
+        self,
+        step: TargetStep,
+        features: Float[np.ndarray | jax.Array, "M F"],
+        num_speculative_tokens: int | None = None,
+    ) -> Int[np.ndarray, "n K"]:
+        """K draft tokens for each request of the step, in its order; waits for them. Fewer where `num_speculative_tokens`,
+        one of `scheduled_ks`, says so; with 0 the step's context is stored and nothing drafted.
 
         `features` are the target's hidden states at the drafter's taps for all rows of the step, request by request:
         numpy of exactly the step's rows, or a device array that the target padded to a row bucket. Raises InputError,
         before anything has changed, for a step that cannot run.
         """
-        tokens = self.propose_padded(step, features)
+        tokens = self.propose_padded(step, features, num_speculative_tokens)
+        start = time.perf_counter()
         try:
             return np.asarray(tokens)[: len(step.request_ids)]
         except Exception:
             self._state = None  # the step failed while it ran, after its state had been consumed
             raise
+        finally:
+            self.waited += time.perf_counter() - start
 
-    def propose_padded(self, step: TargetStep, features: Float[np.ndarray | jax.Array, "M F"]) -> Int[jax.Array, "N K"]:
+    def propose_padded(
+        self,
+        step: TargetStep,
+        features: Float[np.ndarray | jax.Array, "M F"],
+        num_speculative_tokens: int | None = None,
+    ) -> Int[np.ndarray | jax.Array, "N K"]:
         """As `propose` without waiting: the bucket's device array, whose rows past the step's requests mean nothing."""
         if not self.captured:
             raise InputError("the engine has no programs yet; call capture() first")
-        descriptor = self._dispatch(len(step.request_ids))
-        own_rows = self.programs.context_rows(descriptor.padded_reqs)
-        num_rows = int(np.sum(step.num_context))
+        K = self.config.num_speculative_tokens if num_speculative_tokens is None else num_speculative_tokens
+        if K and K not in self.scheduled:
+            raise InputError(f"num_speculative_tokens={K}; this engine has programs for 0 and {sorted(self.scheduled)}")
+        num_rows, n = int(np.sum(step.num_context)), len(step.request_ids)
+        self._check_count(n)
+        if K == 0:
+            shape = np.shape(features)
+            rows = self._stage(features, num_rows, shape[0] if shape and shape[0] in self._context_rows else 0)
+            columns = self.requests.reserve(step)
+            with forbid_compiles("propose()"):
+                self.last_taps = self._store_context(columns, num_rows, rows)
+            return np.zeros((n, 0), np.int32)
+        programs = self.scheduled[K]
+        descriptor = self._dispatch(programs, n)
+        own_rows = programs.context_rows(descriptor.padded_reqs)
         features = self._stage(features, num_rows, own_rows)
         columns = self.requests.reserve(step)
         layout = self.config.layout(descriptor.padded_reqs)
@@ -143,10 +202,10 @@ class DraftEngine:
             taps = {}
             if features.shape[0] != own_rows:
                 taps = self._store_context(columns, num_rows, features)
-                num_rows, features = 0, self.programs.blank_features(own_rows)
+                num_rows, features = 0, programs.blank_features(own_rows)
             ints = layout.pack(columns, num_rows)
             self.state, tokens, step_taps = self._donate(
-                lambda state: self.programs.run_step(descriptor, state, features, ints)
+                lambda state: programs.run_step(descriptor, state, features, ints)
             )
         self.last_taps = step_taps | taps
         return tokens
@@ -159,17 +218,19 @@ class DraftEngine:
         )
         return taps
 
-    def _dispatch(self, num_reqs: int) -> BatchDescriptor:
-        Q = self.config.query_len
+    def _check_count(self, num_reqs: int) -> None:
         if num_reqs > self.config.max_num_seqs:
             raise InputError(
                 f"{num_reqs} requests exceed max_num_seqs={self.config.max_num_seqs}; pass a larger max_num_seqs"
             )
-        descriptor = self.ladder.dispatch(num_reqs, num_reqs * Q, Q)
-        if descriptor.mode is GraphMode.NONE and num_reqs not in self.programs.eager and num_reqs:
+
+    def _dispatch(self, programs: Programs, num_reqs: int) -> BatchDescriptor:
+        Q = programs.config.query_len
+        descriptor = programs.ladder.dispatch(num_reqs, num_reqs * Q, Q)
+        if descriptor.mode is GraphMode.NONE and num_reqs not in programs.eager and num_reqs:
             if self.strict:
                 raise InputError(f"no bucket covers {num_reqs} requests; pass another ladder or strict=False")
-            self.programs.compile_eager(num_reqs)
+            programs.compile_eager(num_reqs)
             self.eager_compiles += 1
         return descriptor
 

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +128,7 @@ class Programs:
         self.context_in_program, self.taps = context_in_program, taps
         self.compiler_options = COMPILER_OPTIONS | (compiler_options or {})
         leaves, self._treedef = jax.tree.flatten(weights)
-        self._leaves = tuple(leaves)
+        self.weights, self._leaves = weights, tuple(leaves)
         self.dtype = weights.fc.dtype
         self.steps: dict[BatchDescriptor, Compiled] = {}
         self.contexts: dict[int, Compiled] = {}
@@ -169,7 +169,8 @@ class Programs:
             tap = Taps(self.taps)
             weights = jax.tree.unflatten(self._treedef, leaves)
             inputs, _ = step_inputs(self.config, ints, self.config.max_num_seqs, features.shape[0])
-            return DraftState(context_step(self.config, weights, state.pools, features, inputs, tap)), tap.values
+            pools = context_step(self.config, weights, state.pools, features, inputs, tap)
+            return state._replace(pools=pools), tap.values
 
         return dflash_context
 
@@ -184,8 +185,9 @@ class Programs:
         self.report.append(CaptureRow(job.name, seconds, memory.temp_size_in_bytes, memory.alias_size_in_bytes))
         return compiled
 
-    def capture(self, state: DraftState, *, progress: bool = True) -> DraftState:
-        """Compile every bucket, largest first, and run each once on PAD slots. The state comes back unchanged.
+    def capture(self, state: DraftState, context_rows: Collection[int], *, progress: bool = True) -> DraftState:
+        """Compile every bucket, largest first, and run each once on PAD slots. The state comes back unchanged. So do the
+        programs that store `context_rows` rows of context alone.
 
         Tracing is Python and stays in this thread; XLA compiles in others, one per core.
         """
@@ -194,12 +196,12 @@ class Programs:
             self._lower(str(d), self.step_function(d.padded_reqs), d.padded_reqs, self.context_rows(d.padded_reqs))
             for d in descriptors
         ]
-        buckets = self.config.row_buckets[::-1]
-        contexts = [
+        buckets = sorted(context_rows, reverse=True)
+        stores = [
             self._lower(f"context {rows} rows", self.context_function(), self.config.max_num_seqs, rows)
             for rows in buckets
         ]
-        jobs = steps + contexts
+        jobs = steps + stores
         with progress_bar(progress) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
             task = bar.add_task("Capturing draft programs", total=len(jobs), last="")
             done = []

@@ -165,7 +165,7 @@ class TargetRunner:
         self._blank_logits: Array | None = None
         self.waited = 0.0  # seconds, for results of the device
         leaves, self._treedef = jax.tree.flatten(weights)
-        self._leaves = tuple(leaves)
+        self.weights, self._leaves = weights, tuple(leaves)
         self._pool: Pool | None = jnp.zeros(pool_shape(config.geometry, num_pages, page_size), weights.norm.dtype)
         self.programs: dict[tuple[int, int], Compiled] = {}
         self.report: list[CaptureRow] = []

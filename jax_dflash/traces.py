@@ -116,8 +116,8 @@ def record(
     advance: Callable[[int], Any] = lambda finished: None,
     **sizes: Any,
 ) -> Trace:
-    """Run prompts and their greedy continuations through a target. `sizes` are those of a `DecodeLoop`; `advance` is told how
-    many documents are done."""
+    """Run prompts and their greedy continuations through a target. `sizes` are those of a `DecodeLoop`; `advance` is told
+    how many documents are done."""
     recorder = Recorder(to_numpy)
     loop = DecodeLoop(
         target, recorder, **(sizes | {"num_speculative_tokens": 0}), eos_token_ids=eos_token_ids, repeat=repeat
