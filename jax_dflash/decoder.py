@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import DraftConfig, InputError, TargetConfig, check_pair
 from jax_dflash.decoding import DecodeLoop, DecoderSizes, Generation
 from jax_dflash.device_loop import DeviceLoop
@@ -33,6 +34,7 @@ class Decoder:
         num_speculative_tokens: drafts K per request; default the drafter's block_size - 1.
         max_num_seqs, max_model_len: requests at a time, and positions of one, at most.
         page_size, num_pages: of each pool; by default every request can grow to max_model_len.
+        max_num_batched_tokens, ladder, allow_long_block: as `DraftEngine` takes them.
         chunk: prompt rows of one request in a step.
         mode: what the programs are compiled for; greedy by default.
         draft_sample_method: greedy or probabilistic; default probabilistic where the mode samples.
@@ -52,6 +54,9 @@ class Decoder:
         num_speculative_tokens: int | None = None,
         page_size: int = 16,
         num_pages: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        ladder: BucketLadder | None = None,
+        allow_long_block: bool = False,
         chunk: int = 64,
         mode: SamplingMode = GREEDY,
         draft_sample_method: str | None = None,
@@ -66,6 +71,9 @@ class Decoder:
             num_speculative_tokens=num_speculative_tokens,
             page_size=page_size,
             num_pages=num_pages or DecoderSizes.num_pages(max_num_seqs, max_model_len, page_size),
+            max_num_batched_tokens=max_num_batched_tokens,
+            ladder=ladder,
+            allow_long_block=allow_long_block,
             external_pages=True,
             draft_sample_method=draft_sample_method or ("probabilistic" if mode.sampled else "greedy"),
             scheduled_ks=scheduled_ks,

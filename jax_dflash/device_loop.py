@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.stages import Compiled
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jax_dflash import sampling, target
 from jax_dflash.batch import NULL_PAGE
@@ -71,6 +71,24 @@ class Fixed(NamedTuple):
     block_tables: Int[Array, "N W"]
 
 
+class Verified(NamedTuple):
+    """What the target made of a round's rows."""
+
+    target_pool: Pool
+    tokens: Int[Array, "N Q"]
+    num_sampled: Int[Array, "N"]
+    num_drafts: Int[Array, "N"]
+    features: Float[Array, "N*Q F"]
+
+    @property
+    def last(self) -> Int[Array, "N"]:
+        """The last token that each request emitted."""
+        return jnp.take_along_axis(self.tokens, self.num_sampled[:, None] - 1, axis=1)[:, 0]
+
+
+Weights = tuple[DraftWeights, TargetWeights]
+
+
 class DeviceLoop:
     """One compiled loop per bucket over the pools of a draft engine and a target runner, which it takes and gives back.
 
@@ -95,9 +113,7 @@ class DeviceLoop:
         last = jnp.minimum(computed + 2 * self.config.query_len, self.config.max_model_len)
         return num_pages * self.config.page_size >= last
 
-    def rounds(
-        self, weights: tuple[DraftWeights, TargetWeights], state: LoopState, columns: SamplingColumns, fixed: Fixed
-    ) -> LoopState:
+    def rounds(self, weights: Weights, state: LoopState, columns: SamplingColumns, fixed: Fixed) -> LoopState:
         """Rounds until one of the stop conditions holds."""
 
         def going_on(state: LoopState) -> Bool[Array, ""]:
@@ -108,81 +124,98 @@ class DeviceLoop:
 
         return lax.while_loop(going_on, lambda state: self.round(weights, state, columns, fixed), state)
 
-    def round(
-        self, weights: tuple[DraftWeights, TargetWeights], state: LoopState, columns: SamplingColumns, fixed: Fixed
-    ) -> LoopState:
-        """Verify the drafts of every active request, and draft again."""
-        draft_weights, target_weights = weights
-        config, requests, Q = self.config, state.requests, self.config.query_len
-        active, N = requests.active, requests.active.shape[0]
-        # A request that has ended runs along in the null page at position 0: it stores nothing and reads a block.
-        tables = jnp.where(active[:, None], fixed.block_tables, NULL_PAGE)
-        start = jnp.where(active, requests.computed, 0)
-        num_rows = jnp.where(active, jnp.minimum(config.max_model_len - start, Q), 0)
-        num_drafts = jnp.clip(num_rows - 1, 0, requests.num_drafts)
-
-        with jax.named_scope("verify"):
-            ids = jnp.concatenate([requests.last_token[:, None], jnp.maximum(requests.drafts, 0)], axis=1)
-            target_pool, hidden, features = target_step(
-                self.runner.config, target_weights, state.target_pool, ids, start, num_rows, tables,
-                taps=config.draft.hidden_state_indices, page_size=config.page_size, max_model_len=config.max_model_len,
-            )  # fmt: skip
-            tokens, num_sampled = sampling.verify(
-                target.compute_logits(target_weights, hidden), requests.drafts, num_drafts, start, columns, self.mode,
-                None if state.draft.draft_logits is None else state.draft.draft_logits[jnp.maximum(fixed.request_index, 0)],
-                requests.seen,
-            )  # fmt: skip
-        with jax.named_scope("accept"):
-            at = jnp.arange(Q, dtype=jnp.int32)
-            emitted = at < jnp.minimum(num_sampled, requests.budget)[:, None]
-            is_eos = jnp.zeros_like(emitted)
-            for token in self.eos_token_ids:
-                is_eos |= tokens == token
-            is_eos &= emitted & fixed.stops_at_eos[:, None]
-            count = jnp.where(active, num_sampled, 0)  # the caller cuts at the end of a request
-            rounds, size = state.rounds, state.rounds.tokens.shape[1]
-            where = jnp.where(at < count[:, None], rounds.total[:, None] + at, size)  # past the end: dropped
-            rounds = Rounds(
-                tokens=rounds.tokens.at[jnp.arange(N)[:, None], where].set(tokens, mode="drop"),
-                num_emitted=rounds.num_emitted.at[:, state.round].set(count),
-                num_verified=rounds.num_verified.at[:, state.round].set(jnp.where(active, num_drafts, 0)),
-                total=rounds.total + count,
-            )
-            seen = requests.seen
-            if seen is not None:
-                new = jnp.where(at < count[:, None], tokens, seen.shape[1])
-                seen = seen.at[jnp.arange(N)[:, None], new].set(True, mode="drop")
-            last = jnp.take_along_axis(tokens, num_sampled[:, None] - 1, axis=1)[:, 0]
-            budget = requests.budget - count
-        with jax.named_scope("draft"):
-            fields = {
-                "num_rows": jnp.int32(N * Q),
-                "start_position": start,
-                "num_context": jnp.full(N, Q, jnp.int32),
-                "num_rejected": jnp.where(active, Q - num_sampled, 0),
-                "num_sampled": num_sampled,
-                "last_sampled": last,
-                "next_prefill": jnp.zeros(N, jnp.int32),
-                "first_context_position": jnp.where(active, fixed.first_context_position, 0),
-                "request_index": fixed.request_index,
-                "temperature_bits": to_bits(columns.temperature),
-                "seed": columns.seeds,
-                "block_tables": jnp.broadcast_to(tables, (len(config.num_pages), *tables.shape)),
-            }
-            inputs = inputs_of(config, fields, N * Q)
-            draft, drafts = context_and_query(
-                config, draft_weights, state.draft, features.reshape(N * Q, -1), inputs, fields
-            )
-        requests = Requests(
-            active=active & (budget > 0) & ~jnp.any(is_eos, axis=1),
-            last_token=jnp.where(active, last, requests.last_token),
-            computed=jnp.where(active, requests.computed + num_sampled, requests.computed),
+    def round(self, weights: Weights, state: LoopState, columns: SamplingColumns, fixed: Fixed) -> LoopState:
+        """Verify the drafts of every active request, take what was accepted, and draft again."""
+        verified = self.verify(weights, state, columns, fixed)
+        requests, rounds = self.accept(state, verified, fixed)
+        draft, drafts = self.draft(weights, state, verified, columns, fixed)
+        active = state.requests.active
+        requests = requests._replace(
             drafts=jnp.where(active[:, None], drafts, requests.drafts),
-            num_drafts=jnp.where(active, config.num_speculative_tokens, requests.num_drafts),
+            num_drafts=jnp.where(active, self.config.num_speculative_tokens, requests.num_drafts),
+        )
+        return LoopState(verified.target_pool, draft, requests, rounds, state.round + 1)
+
+    def placed(self, requests: Requests, fixed: Fixed) -> tuple[Int[Array, "N W"], Int[Array, "N"]]:
+        """Block tables and start positions of a round. A request that has ended runs along in the null page at position 0:
+        it stores nothing and reads a block."""
+        tables = jnp.where(requests.active[:, None], fixed.block_tables, NULL_PAGE)
+        return tables, jnp.where(requests.active, requests.computed, 0)
+
+    @jax.named_scope("verify")
+    def verify(self, weights: Weights, state: LoopState, columns: SamplingColumns, fixed: Fixed) -> Verified:
+        """The target over the last token and the drafts of each request."""
+        config, requests, Q = self.config, state.requests, self.config.query_len
+        tables, start = self.placed(requests, fixed)
+        num_rows = jnp.where(requests.active, jnp.minimum(config.max_model_len - start, Q), 0)
+        num_drafts = jnp.clip(num_rows - 1, 0, requests.num_drafts)
+        ids = jnp.concatenate([requests.last_token[:, None], jnp.maximum(requests.drafts, 0)], axis=1)
+        pool, hidden, features = target_step(
+            self.runner.config, weights[1], state.target_pool, ids, start, num_rows, tables,
+            taps=config.draft.hidden_state_indices, page_size=config.page_size, max_model_len=config.max_model_len,
+        )  # fmt: skip
+        draft_logits = state.draft.draft_logits
+        if draft_logits is not None:
+            draft_logits = draft_logits[jnp.maximum(fixed.request_index, 0)]
+        tokens, num_sampled = sampling.verify(
+            target.compute_logits(weights[1], hidden), requests.drafts, num_drafts, start, columns, self.mode,
+            draft_logits, requests.seen,
+        )  # fmt: skip
+        return Verified(pool, tokens, num_sampled, num_drafts, features.reshape(-1, features.shape[-1]))
+
+    @jax.named_scope("accept")
+    def accept(self, state: LoopState, verified: Verified, fixed: Fixed) -> tuple[Requests, Rounds]:
+        """Note what each active request emitted, and whether that was its end; the caller cuts what lies behind it."""
+        requests, rounds, tokens = state.requests, state.rounds, verified.tokens
+        active, seen = requests.active, requests.seen
+        (N, Q), size = tokens.shape, rounds.tokens.shape[1]
+        at, each = jnp.arange(Q, dtype=jnp.int32), jnp.arange(N, dtype=jnp.int32)[:, None]
+        count = jnp.where(active, verified.num_sampled, 0)
+        new = at < count[:, None]
+        is_eos = jnp.zeros_like(new)
+        for token in self.eos_token_ids:
+            is_eos |= tokens == token
+        is_eos &= new & (at < requests.budget[:, None]) & fixed.stops_at_eos[:, None]
+        rounds = Rounds(  # tokens that are none go past the end, where a scatter drops them
+            tokens=rounds.tokens.at[each, jnp.where(new, rounds.total[:, None] + at, size)].set(tokens, mode="drop"),
+            num_emitted=rounds.num_emitted.at[:, state.round].set(count),
+            num_verified=rounds.num_verified.at[:, state.round].set(jnp.where(active, verified.num_drafts, 0)),
+            total=rounds.total + count,
+        )
+        if seen is not None:
+            seen = seen.at[each, jnp.where(new, tokens, seen.shape[1])].set(True, mode="drop")
+        budget = requests.budget - count
+        return requests._replace(
+            active=active & (budget > 0) & ~jnp.any(is_eos, axis=1),
+            last_token=jnp.where(active, verified.last, requests.last_token),
+            computed=requests.computed + count,
             budget=budget,
             seen=seen,
-        )
-        return LoopState(target_pool, draft, requests, rounds, state.round + 1)
+        ), rounds
+
+    @jax.named_scope("draft")
+    def draft(
+        self, weights: Weights, state: LoopState, verified: Verified, columns: SamplingColumns, fixed: Fixed
+    ) -> tuple[DraftState, Int[Array, "N K"]]:
+        """The draft step after a verify."""
+        tables, start = self.placed(state.requests, fixed)
+        active, (N, Q) = state.requests.active, verified.tokens.shape
+        fields = {
+            "num_rows": jnp.int32(N * Q),
+            "start_position": start,
+            "num_context": jnp.full(N, Q, jnp.int32),
+            "num_rejected": jnp.where(active, Q - verified.num_sampled, 0),
+            "num_sampled": verified.num_sampled,
+            "last_sampled": verified.last,
+            "next_prefill": jnp.zeros(N, jnp.int32),
+            "first_context_position": jnp.where(active, fixed.first_context_position, 0),
+            "request_index": fixed.request_index,
+            "temperature_bits": to_bits(columns.temperature),
+            "seed": columns.seeds,
+            "block_tables": jnp.broadcast_to(tables, (len(self.config.num_pages), *tables.shape)),
+        }
+        inputs = inputs_of(self.config, fields, N * Q)
+        return context_and_query(self.config, weights[0], state.draft, verified.features, inputs, fields)
 
     def capture(self, *, progress: bool = True) -> None:
         """Compile every bucket, largest first, and run each once with no live request; the pools keep their bits."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import DraftConfig, InputError, TargetConfig, check_pair
 from jax_dflash.decoding import DecodeLoop, DecoderSizes, Generation
 from jax_dflash.sampling_params import GREEDY, SamplingMode, SamplingParams
@@ -37,6 +38,9 @@ class Decoder:
         num_speculative_tokens: int | None = None,
         page_size: int = 16,
         num_pages: int | None = None,
+        max_num_batched_tokens: int | None = None,
+        ladder: BucketLadder | None = None,
+        allow_long_block: bool = False,
         chunk: int = 64,
         mode: SamplingMode = GREEDY,
         draft_sample_method: str | None = None,
@@ -51,6 +55,9 @@ class Decoder:
             num_speculative_tokens=num_speculative_tokens,
             page_size=page_size,
             num_pages=num_pages or DecoderSizes.num_pages(max_num_seqs, max_model_len, page_size),
+            max_num_batched_tokens=max_num_batched_tokens,
+            ladder=ladder,
+            allow_long_block=allow_long_block,
             external_pages=True,
             draft_sample_method=draft_sample_method or ("probabilistic" if mode.sampled else "greedy"),
             scheduled_ks=scheduled_ks,
