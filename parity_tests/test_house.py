@@ -25,7 +25,7 @@ def test_only_numerics_names_float_dtypes(package):
 
 
 PLAIN = (
-    "config keys checkpoint_forms names stored roofline buckets taps batch excerpts inspect cli".split()
+    "config keys checkpoint_forms names stored roofline buckets taps batch sampling_params excerpts inspect cli".split()
 )  # fmt: skip
 
 

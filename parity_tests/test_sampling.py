@@ -201,7 +201,7 @@ def kept(f, probabilities, **filters):
     ({"top_k": 3}, [0, 1, 3]),
     ({"top_k": 4}, [0, 1, 3, 4]),
     ({"top_k": 99}, [0, 1, 2, 3, 4]),
-    ({"top_p": 1e-40}, [3]),
+    ({"top_p": 1e-50}, [3]),  # 0 in float32
     ({"top_p": 0.39}, [3]),
     ({"top_p": 0.41}, [1, 3]),
     ({"top_p": 0.69}, [1, 3]),
@@ -221,6 +221,11 @@ def test_ties_at_the_last_token_are_kept(f):
     """Which of equal tokens survives left to the order of a sort, which differs between frameworks."""
     assert kept(f, [0.2, 0.4, 0.2, 0.2, 0.0], top_k=2) == [0, 1, 2, 3]
     assert kept(f, [0.25, 0.05, 0.4, 0.25, 0.05], top_p=0.5) == [0, 2, 3]
+
+
+def test_off_is_off_beside_a_filtered_request(f):
+    """Tokens lost at top_p 1 because the mass before them rounds to 1."""
+    assert kept(f, [0.5, 0.5, 1e-12, 1e-13, 0.0]) == [0, 1, 2, 3]
 
 
 def test_filters_are_of_each_request_and_row(f):
@@ -334,16 +339,17 @@ def test_all_nan_logits_stay_in_range(f):
 
 
 def test_the_smaller_vocabulary_is_used(f):
-    """Padding of either head that is drawn, or shapes that do not fit."""
-    target, draft = np.zeros((64, 2, 5)), np.zeros((64, 1, 7))
-    target[..., 2:] = -np.inf
-    target[..., 4] = draft[..., 5:] = 60.0  # a padded column that would win
-    for pair in ((target, draft[..., :4]), (target[..., :4], draft)):
-        cols = columns(f, 64, seeds=np.arange(64))
-        tokens, num_sampled = verify(
-            f, pair[0], [[5 if i % 2 else 1] for i in range(64)], SAMPLED, cols, draft_logits=pair[1]
-        )
-        assert set(np.concatenate(rows(tokens, num_sampled))) == {0, 1}
+    """Padding of either head that is drawn, a draft outside taken for the last token inside, shapes that do not fit."""
+    N = 64
+    target, draft = np.full((N, 2, 5), -np.inf), np.zeros((N, 1, 7))
+    target[..., [0, 3]] = 0.0
+    target[..., 4] = draft[..., 4:] = 60.0  # padded columns that would win
+    draft[..., 3] = 9.0
+    mode, cols = SamplingMode(sampled=True, penalised=True), columns(f, N, seeds=np.arange(N))
+    seen, drafts = np.zeros((N, 5)), [[5 if i % 2 else 0] for i in range(N)]
+    for p, q in ((target, draft[..., :4]), (target[..., :4], draft)):
+        tokens, num_sampled = verify(f, p, drafts, mode, cols, draft_logits=q, seen=seen[:, : p.shape[-1]])
+        assert set(np.concatenate(rows(tokens, num_sampled))) == {0, 3}
         assert num_sampled[1::2].tolist() == [1] * 32  # draft 5 is outside
 
 
