@@ -38,7 +38,8 @@ class TargetOutput:
     """What the target said.
 
     `tokens [n, K + 1]`: of each request the accepted drafts and then the target's own next token, `num_sampled[i]` in all;
-    0 behind them. A prompt's chunk has one: the token after its last row. `features [rows, F]` stay on the device: all rows
+    0 behind them; `num_drafts + 1 - num_sampled` drafts were rejected. A prompt's chunk has one token, the one after its
+    last row. `features [rows, F]` stay on the device: all rows
     of the batch, request by request without gaps, then zeros up to a row count that `DraftEngine.propose` takes.
     """
 

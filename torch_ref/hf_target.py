@@ -24,7 +24,7 @@ LAYER_LISTS = ("layers", "h", "blocks")  # where decoders keep their layers
 
 def _transformers():
     try:
-        import transformers
+        import transformers  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise InputError("a Hugging Face target needs transformers; pip install transformers") from None
     return transformers
@@ -132,8 +132,8 @@ class HFTargetRunner:
         out = self.model(
             input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=num_logits
         )
-        last = self.config.geometry.num_layers
-        states = [self._last_layer if m == last else out.hidden_states[m] for m in self.taps]
+        stream = [*out.hidden_states[:-1], self._last_layer]
+        states = [stream[m] for m in self.taps]
         return out.logits[0, -num_logits:], torch.cat([*states, out.hidden_states[0][..., :0]], dim=-1)[0]
 
     @torch.inference_mode()
