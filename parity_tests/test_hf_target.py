@@ -131,12 +131,16 @@ def test_rejected_drafts_leave_the_cache(runner):
 
 
 def test_a_first_page_used_again_begins_anew(runner):
-    """A cache that outlives its request, or a request that goes on where none has begun; caches without bound."""
+    """A cache that outlives its request, or a request that goes on where none has begun, refused when its mate has run
+    already; caches without bound."""
     run(runner, (0, [1, 2, 3], 0, 0))
     output = run(runner, (0, [4, 5], 0, 0))
     np.testing.assert_allclose(output.features[:2], exact(runner.model, [4, 5])[0], rtol=1e-5)
     with pytest.raises(InputError, match="page 6 starts at 2, behind what has run; begin it at 0"):
-        run(runner, (1, [1], 2, 0))
+        run(runner, (0, [1], 2, 0), (1, [1], 2, 0))
+    with pytest.raises(InputError, match="share one"):
+        run(runner, (0, [1], 2, 0), (0, [1], 0, 0))
+    assert runner.caches[3].get_seq_length() == 2
     for row in (1, 2):
         run(runner, (row, [1], 0, 0))
     assert list(runner.caches) == [6, 8]
