@@ -9,7 +9,7 @@ import numpy as np
 
 from jax_dflash.buckets import row_bucket_sizes
 from jax_dflash.config import DraftConfig, InputError
-from jax_dflash.sampling_params import SamplingParams
+from jax_dflash.sampling_params import SamplingParams, float_bits
 
 PAD_SLOT = -1
 CHUNK_KEYS = 256  # keys between two rescalings of the dense attention's online softmax, in both frameworks
@@ -428,7 +428,7 @@ class RequestTable:
         temperature, seed = zip(*sampled, strict=True)
         return columns | {
             "request_index": np.array([r.index for r in requests], np.int32),
-            "temperature_bits": np.array(temperature, np.float32).view(np.int32),
+            "temperature_bits": float_bits(temperature),
             "seed": np.array(seed, np.int32),
             "block_tables": tables,
         }

@@ -278,7 +278,8 @@ def _check_target(keys: Keys) -> None:
 
 
 def _target_geometry(keys: Keys) -> Geometry:
-    """Sizes and parts of the layers. Qwen2 has biases on q, k and v whatever its file says, Qwen3 alone has QK norms."""
+    """Sizes and parts of the layers, with the defaults of transformers. Qwen2 has biases on q, k and v whatever its file
+    says, Qwen3 alone has QK norms."""
     hidden_size, num_heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
     form = keys.get("model_type", str)
     geometry = Geometry(
@@ -286,7 +287,7 @@ def _target_geometry(keys: Keys) -> Geometry:
         num_layers=keys.positive("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=keys.positive("num_key_value_heads", num_heads),
-        head_dim=keys.positive("head_dim", _head_dim(keys, hidden_size, num_heads)),
+        head_dim=keys.positive("head_dim", 128 if form == "qwen3" else _head_dim(keys, hidden_size, num_heads)),
         intermediate_size=keys.positive("intermediate_size"),
         rms_norm_eps=keys.get("rms_norm_eps", float),
         rope_theta=1.0,

@@ -24,7 +24,7 @@ from jax_dflash.engine import DraftEngine
 from jax_dflash.kv_cache import Pool
 from jax_dflash.numerics import COMPILER_OPTIONS, to_bits
 from jax_dflash.programs import forbid_compiles, progress_bar
-from jax_dflash.sampling_params import SamplingColumns
+from jax_dflash.sampling_params import FLOAT, SamplingColumns
 from jax_dflash.target import TargetWeights
 from jax_dflash.target_runner import TargetRunner, target_step
 
@@ -253,7 +253,7 @@ class DeviceLoop:
         return LoopState(self.runner.pool, self.engine.state, requests, rounds, np.int32(0))
 
     def _columns(self, N: int) -> SamplingColumns:
-        zeros, ones = np.zeros(N, np.int32), np.ones(N, np.float32)
+        zeros, ones = np.zeros(N, np.int32), np.ones(N, FLOAT)
         return SamplingColumns(
             temperature=0 * ones, top_k=zeros, top_p=ones, repetition_penalty=ones.copy(), seeds=zeros.copy()
         )

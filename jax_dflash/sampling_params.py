@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jax_dflash.config import InputError
 
 INT32_MAX = 2**31 - 1
@@ -117,6 +119,12 @@ class SamplingMode:
 
 
 GREEDY = SamplingMode()
+FLOAT = np.dtype("f4")  # how temperatures and the like travel to the device
+
+
+def float_bits(values) -> np.ndarray:
+    """Floats as the int32 that `numerics.from_bits` reads."""
+    return np.array(values, FLOAT).view(np.int32)
 
 
 class SamplingColumns(NamedTuple):

@@ -14,7 +14,7 @@ import numpy as np
 from jax_dflash.batch import NULL_PAGE
 from jax_dflash.buckets import BucketLadder, GraphMode, row_bucket_sizes
 from jax_dflash.config import InputError, TargetConfig
-from jax_dflash.sampling_params import GREEDY, SamplingMode, SamplingParams
+from jax_dflash.sampling_params import GREEDY, SamplingMode, SamplingParams, float_bits
 
 Ints = Sequence[int] | np.ndarray
 # How a request is sampled, as integers: the fields of SamplingColumns, floats as their bits, and its row of draft state.
@@ -28,7 +28,7 @@ GREEDY_PARAMS = SamplingParams(max_new_tokens=1)
 
 def sampling_bits(params: SamplingParams, request_index: int) -> list[int]:
     """One request's row of `SAMPLING`."""
-    floats = np.array([getattr(params, name) for name in FLOATS], np.float32).view(np.int32)
+    floats = float_bits([getattr(params, name) for name in FLOATS])
     return [*floats.tolist(), params.top_k, params.seed, request_index]
 
 
@@ -58,7 +58,8 @@ class TargetOutput:
     """What the target said.
 
     `tokens [n, K + 1]`: of each request the accepted drafts and then the target's own next token, `num_sampled[i]` in all;
-    0 behind them. A prompt's chunk has one: the token after its last row. `features [rows, F]` stay on the device: all rows
+    0 behind them; `num_drafts + 1 - num_sampled` drafts were rejected. A prompt's chunk has one token, the one after its
+    last row. `features [rows, F]` stay on the device: all rows
     of the batch, request by request without gaps, then zeros up to a row count that `DraftEngine.propose` takes.
     """
 

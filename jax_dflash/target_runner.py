@@ -219,7 +219,7 @@ class TargetRunner:
 
         def compile_one(shape):
             start = time.perf_counter()
-            return lowered[shape].compile(COMPILER_OPTIONS), time.perf_counter() - start
+            return lowered[shape].compile({**COMPILER_OPTIONS}), time.perf_counter() - start
 
         with progress_bar(progress) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
             task = bar.add_task("Capturing target programs", total=len(lowered), last="")

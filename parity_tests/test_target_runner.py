@@ -172,16 +172,27 @@ def test_frameworks_agree():
 
 
 def test_nothing_compiles_after_capture():
-    """A shape without a program, or a conversion on the way that compiles."""
+    """A shape without a program, or a conversion on the way that compiles; a pool that is not donated, held twice."""
     runner = fresh(FRAMEWORKS["jax"], "qwen3")
     assert sorted(runner.programs) == [(1, 1), (1, 4), (1, 16), (3, 1), (3, 4)]
-    assert len(runner.report) == 5
+    assert [row.alias_bytes >= runner.pool.nbytes for row in runner.report] == [True] * 5
     before = num_compiles()
     for n in (1, 2, 3):
         for rows in range(1, 17 if n == 1 else 5):
             for num_drafts in {0, min(rows - 1, K)}:
                 runner.run(batch_of(*((i, prompt_of(rows), 0, num_drafts) for i in range(n))))
     assert num_compiles() == before
+
+
+def test_features_outlive_the_next_step(f):
+    """C64: features in memory that the target's next step writes to, at a row count of its own and of a row bucket."""
+    runner, prompt = fresh(f, "qwen3"), prompt_of(16)
+    outputs = [runner.run(batch_of((0, prompt[:rows], 0, 0))) for rows in (16, 4)]
+    for seed in (1, 2):
+        for rows in (16, 4):
+            runner.run(batch_of((1, prompt_of(rows, seed), 0, 0)))
+    for output, rows in zip(outputs, (16, 4), strict=True):
+        close(numpy(output.features), exact("qwen3", tuple(prompt[:rows]))[0])
 
 
 def test_capture_keeps_the_pool():

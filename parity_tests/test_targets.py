@@ -74,11 +74,14 @@ def parsed(**changes):
 
 
 def test_what_a_file_leaves_out():
-    """Qwen3's defaults taken for a Llama's: no head_dim, no KV heads, no theta (Llama 2's files have none), no head."""
+    """Qwen3's defaults taken for a Llama's or the other way round: no head_dim, no KV heads, no theta (Llama 2's files have
+    none), no head."""
     config = parsed(head_dim=..., num_key_value_heads=..., rope_theta=..., rope_scaling=None, hidden_size=60)
     g = config.geometry
     assert (g.head_dim, g.num_kv_heads, g.rope_theta) == (10, 6, 10000.0)
     assert (g.qk_norm, g.biased, config.tie_word_embeddings, config.scaled_rope) == (False, "", False, None)
+    qwen3 = {key: value for key, value in FORMS["qwen3"].items() if key != "head_dim"}
+    assert parse_target_config(qwen3).geometry.head_dim == 128
     with pytest.raises(InputError, match="key 'rope_theta' is missing"):
         parse_target_config({k: v for k, v in FORMS["qwen3"].items() if k != "rope_theta"})
 

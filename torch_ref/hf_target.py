@@ -24,7 +24,7 @@ LAYER_LISTS = ("layers", "h", "blocks")  # where decoders keep their layers
 
 def _transformers():
     try:
-        import transformers
+        import transformers  # pyright: ignore[reportMissingImports]
     except ImportError:
         raise InputError("a Hugging Face target needs transformers; pip install transformers") from None
     return transformers
@@ -114,13 +114,18 @@ class HFTargetRunner:
         """There is nothing to capture."""
         self.captured = True
 
+    def _check(self, pages: list[int], starts: list[int]) -> None:
+        if len(set(pages)) < len(pages):
+            raise InputError(f"requests of first pages {pages} share one; each cache is known by its own")
+        for page, start in zip(pages, starts, strict=True):
+            if start > 0 and (page not in self.caches or self.caches[page].get_seq_length() < start):
+                raise InputError(f"the request of page {page} starts at {start}, behind what has run; begin it at 0")
+
     def _cache(self, page: int, start: int) -> Any:
         """The request's cache, holding exactly `start` tokens."""
         cache = self.caches.pop(page, None)
         if start == 0:
             cache = _transformers().DynamicCache()  # of full layers, which can be cropped where windows are, too
-        elif cache is None or cache.get_seq_length() < start:
-            raise InputError(f"the request of page {page} starts at {start}, behind what has run; begin it at 0")
         elif (surplus := cache.get_seq_length() - start) > 0:
             cache.crop(-surplus)
         self.caches[page] = cache
@@ -132,25 +137,23 @@ class HFTargetRunner:
         out = self.model(
             input_ids=ids, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=num_logits
         )
-        last = self.config.geometry.num_layers
-        states = [self._last_layer if m == last else out.hidden_states[m] for m in self.taps]
+        stream = [*out.hidden_states[:-1], self._last_layer]
+        states = [stream[m] for m in self.taps]
         return out.logits[0, -num_logits:], torch.cat([*states, out.hidden_states[0][..., :0]], dim=-1)[0]
 
     @torch.inference_mode()
     def run(self, batch: TargetBatch) -> TargetOutput:
-        """One step, request by request. Raises InputError before anything has changed, but for a request whose beginning
-        has not run."""
+        """One step, request by request. Raises InputError before anything has changed."""
         if not self.captured:
             raise InputError("the target is not ready yet; call capture() first")
         columns = self.limits.check(batch)
         n, Q = len(columns.tokens), self.limits.query_len
         size = self.limits.feature_rows(*self.limits.dispatch(n, int(columns.num_rows.max())))
+        pages, starts = columns.block_tables[:, 0].tolist(), columns.start.tolist()
+        self._check(pages, starts)
         logits, features = [], []
-        for tokens, start, num_drafts, table in zip(
-            columns.tokens, columns.start, columns.num_drafts, columns.block_tables, strict=True
-        ):
-            cache = self._cache(int(table[0]), int(start))
-            own, feature = self._forward(tokens, cache, int(num_drafts) + 1)
+        for tokens, page, start, num_drafts in zip(columns.tokens, pages, starts, columns.num_drafts, strict=True):
+            own, feature = self._forward(tokens, self._cache(page, start), int(num_drafts) + 1)
             logits.append(torch.nn.functional.pad(own, (0, 0, 0, Q - len(own))))
             features.append(feature)
         while len(self.caches) > self.limits.max_num_seqs:
