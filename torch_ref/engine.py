@@ -143,7 +143,7 @@ class DraftEngine:
         live request sees."""
         tap = Taps(self.taps)
         end = columns["start_position"] + columns["num_context"] - columns["num_rejected"]
-        first_keys = self.config.first_keys(columns["first_context_position"], end).min(axis=1)
+        first_keys = self.config.first_keys(columns["first_context_position"], end)
         self.state, tokens = draft_step(
             self.config,
             self.weights,
@@ -152,7 +152,7 @@ class DraftEngine:
             self._pack(descriptor, columns, features.shape[0]).to(self.device),
             num_reqs=descriptor.padded_reqs,
             table_width=self.requests.num_pages_for(int(self.config.stop_keys(end).max())),
-            first_keys=tuple(first_keys.tolist()),
+            first_keys=tuple(int(keys.min()) for keys in first_keys),
             attention=self.attention,
             tap=tap,
         )
