@@ -3,17 +3,17 @@ numpy: both engines use it, so that their inputs are the same by construction.""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from jax_dflash.buckets import row_bucket_sizes
 from jax_dflash.config import DraftConfig, InputError
+from jax_dflash.pages import NULL_PAGE, HeldPages, PageAllocator, pages_touched
 from jax_dflash.sampling_params import SamplingParams, float_bits
 
 PAD_SLOT = -1
 CHUNK_KEYS = 256  # keys between two rescalings of the dense attention's online softmax, in both frameworks
-NULL_PAGE = 0
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")  # vLLM's names
 
 
@@ -68,11 +68,6 @@ class IntsLayout:
         ints = np.zeros(self.size, np.int32)
         self.unpack(ints)["request_index"][:] = -1
         return ints
-
-
-def pages_touched(num_keys: int, page_size: int) -> int:
-    """Pages that `num_keys` successive positions lie in at most."""
-    return (num_keys + page_size - 2) // page_size + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,13 +198,14 @@ class EngineConfig:
     def layout(self, num_reqs: int) -> IntsLayout:
         return IntsLayout(num_reqs, self.table_width, len(self.num_pages))
 
-    def first_keys(self, first_context_position: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """`[G, n]`: the first key that the block of each request sees in each page group, behind `end` tokens of context.
-        Its anchor's row sees the most; at the length limit attention counts rows back from the last key."""
+    def first_keys(self, first_context_position: np.ndarray, end: np.ndarray) -> list[np.ndarray]:
+        """For each page group `[n]`: the first key that the block of each request sees, behind `end` tokens of context. Its
+        anchor's row sees the most; at the length limit attention counts rows back from the last key."""
         anchor = np.minimum(end, self.max_model_len - self.query_len)
-        windows = [window for window, _ in self.draft.page_groups]
-        in_window = [0 * end if window is None else anchor - (window - 1) for window in windows]
-        return np.maximum(np.stack(in_window), first_context_position)
+        return [
+            first_context_position if window is None else np.maximum(anchor - (window - 1), first_context_position)
+            for window, _ in self.draft.page_groups
+        ]
 
     def stop_keys(self, end: np.ndarray) -> np.ndarray:
         """`[n]`: the end of each request's block."""
@@ -240,54 +236,6 @@ class EngineConfig:
         if shape[0] != num_rows:
             raise InputError(f"features have {shape[0]} rows, the step's num_context add up to {num_rows}")
         return own_rows if num_rows <= own_rows else next(size for size in buckets if size >= num_rows)
-
-
-class PageAllocator:
-    """Pages 1 to num_pages - 1 of a pool; page 0 is the null page."""
-
-    def __init__(self, num_pages: int):
-        if num_pages < 2:
-            raise InputError(f"num_pages={num_pages}: page 0 is the null page, so pass at least 2")
-        self.num_pages = num_pages
-        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def allocate(self, count: int) -> list[int]:
-        """`count` pages, lowest ids first in a fresh pool. The caller has checked `num_free`."""
-        assert count <= len(self._free), "allocate() past num_free"
-        return [self._free.pop() for _ in range(count)]
-
-    def free(self, pages: Sequence[int]) -> None:
-        self._free.extend(reversed(pages))
-
-
-@dataclass
-class HeldPages:
-    """A request's pages in one group: `ids` are the columns from `first` on of its block table. They hold its context from
-    `stored_from` on."""
-
-    first: int = 0
-    ids: list[int] = field(default_factory=list)
-    stored_from: int = 0
-
-    def outside(self, first: int, stop: int) -> list[int]:
-        """Pages of other columns than first to stop - 1."""
-        start = max(first - self.first, 0)
-        return self.ids[:start] + self.ids[max(start, stop - self.first) :]
-
-    def drop(self, first: int, stop: int) -> None:
-        """Forget the pages that are `outside`."""
-        start = max(first - self.first, 0)
-        self.ids = self.ids[start : max(start, stop - self.first)]
-        self.first = max(first, self.first)
-
-    def extend(self, first: int, new: list[int]) -> None:
-        """Put new pages before and behind those that are held, from column `first` on."""
-        before = self.first - first
-        self.first, self.ids = first, new[:before] + self.ids + new[before:]
 
 
 @dataclass
@@ -442,36 +390,37 @@ class RequestTable:
         for name, value in columns.items():
             if value.shape != (n,):
                 raise InputError(f"{name} has shape {list(value.shape)}, expected [{n}], one entry a request")
-        valid = columns["num_context"] - columns["num_rejected"]
-        end = columns["start_position"] + valid
-        anchor = np.where(columns["num_sampled"] > 0, columns["last_sampled"], columns["next_prefill"])
+        anchors = np.where(columns["num_sampled"] > 0, columns["last_sampled"], columns["next_prefill"])
+        names = ("start_position", "num_context", "num_rejected", "first_context_position")
+        rows = zip(
+            step.request_ids, requests, *(columns[name].tolist() for name in names), anchors.tolist(), strict=True
+        )
+        trusted = self.external_pages and step.first_context_position is not None
         vocab_size = self.config.vocab_size
-        for row, request_id in enumerate(step.request_ids):
-            start, context_len = columns["start_position"][row], requests[row].context_len
-            if columns["num_rejected"][row] < 0 or valid[row] < 1:
+        for request_id, request, start, num_context, num_rejected, first, anchor in rows:
+            end, context_len = start + num_context - num_rejected, request.context_len
+            if num_rejected < 0 or num_rejected >= num_context:
                 raise InputError(
-                    f"request {request_id!r}: {columns['num_rejected'][row]} of {columns['num_context'][row]} context rows "
-                    "rejected; at least one row must count"
+                    f"request {request_id!r}: {num_rejected} of {num_context} context rows rejected; at least one row "
+                    "must count"
                 )
-            if start < 0 or end[row] > self.config.max_model_len:
+            if start < 0 or end > self.config.max_model_len:
                 raise InputError(
-                    f"request {request_id!r}: context positions {start} to {end[row] - 1} exceed "
+                    f"request {request_id!r}: context positions {start} to {end - 1} exceed "
                     f"max_model_len={self.config.max_model_len}; pass a larger max_model_len or end the request"
                 )
-            first = columns["first_context_position"][row]
             if not 0 <= first <= start:
                 raise InputError(
                     f"request {request_id!r}: first_context_position={first}; expected 0 to its start_position={start}"
                 )
-            trusted = self.external_pages and step.first_context_position is not None
             if start > context_len and first < start and not trusted:
                 raise InputError(
                     f"request {request_id!r}: start_position={start} leaves a gap after its {context_len} stored tokens; "
                     f"pass the target's rows without gaps, or first_context_position={start} to do without what is before"
                 )
-            if not 0 <= anchor[row] < vocab_size:
+            if not 0 <= anchor < vocab_size:
                 raise InputError(
-                    f"request {request_id!r}: anchor token {anchor[row]} is outside the vocabulary of {vocab_size}"
+                    f"request {request_id!r}: anchor token {anchor} is outside the vocabulary of {vocab_size}"
                 )
 
     def _check_tables(self, step: TargetStep, first_context: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -516,34 +465,37 @@ class RequestTable:
         stops = [self.num_pages_for(key) for key in self.config.stop_keys(end).tolist()]
         plans = []
         for g, allocator in enumerate(self.allocators):
-            held = [request.pages[g] for request in requests]
-            firsts = [key // page_size for key in first_keys[g].tolist()]
-            spans = list(zip(held, firsts, stops, strict=True))
-            for row, (pages, first_key) in enumerate(zip(held, first_keys[g].tolist(), strict=True)):
-                if first_key < min(starts[row], pages.stored_from):
+            spans = []
+            for request, first_key, stop, start, name in zip(
+                requests, first_keys[g].tolist(), stops, starts, step.request_ids, strict=True
+            ):
+                held = request.pages[g]
+                if first_key < min(start, held.stored_from):
                     raise InputError(
-                        f"request {step.request_ids[row]!r}: its block sees keys from position {first_key} on, those before "
-                        f"{pages.stored_from} are gone; pass start_position={first_key} or less and the rows from there on"
+                        f"request {name!r}: its block sees keys from position {first_key} on, those before "
+                        f"{held.stored_from} are gone; pass start_position={first_key} or less and the rows from there on"
                     )
-            free = allocator.num_free + sum(len(pages.outside(*span)) for pages, *span in spans)
-            needed = sum(
-                stop - first - len(pages.ids) + len(pages.outside(first, stop)) for pages, first, stop in spans
-            )
-            if needed > free:
+                spans.append((held, first_key // page_size, stop))
+            changed = [span for span in spans if not span[0].holds(*span[1:])]
+            given_back = [held.outside(first, stop) for held, first, stop in changed]
+            num_old = sum(map(len, given_back))
+            needed = num_old + sum(stop - first - len(held.ids) for held, first, stop in changed)
+            if needed > (free := allocator.num_free + num_old):
                 raise InputError(
                     f"the step needs {needed} more pages of {page_size} tokens, {free} are free; remove a request or pass "
                     "a larger num_pages"
                 )
-            plans.append(spans)
+            plans.append((spans, changed, given_back))
         tables = np.zeros((len(plans), len(requests), max(stops)), np.int32)
-        for g, (allocator, spans) in enumerate(zip(self.allocators, plans, strict=True)):
-            for pages, first, stop in spans:
-                allocator.free(pages.outside(first, stop))
-                pages.drop(first, stop)
-            for row, (pages, first, stop) in enumerate(spans):
-                pages.extend(first, allocator.allocate(stop - first - len(pages.ids)))
+        for g, (spans, changed, given_back) in enumerate(plans):
+            for (held, first, stop), pages in zip(changed, given_back, strict=True):
+                self.allocators[g].free(pages)
+                held.drop(first, stop)
+            for held, first, stop in changed:
+                held.extend(first, self.allocators[g].allocate(stop - first - len(held.ids)))
+            for row, (held, first, stop) in enumerate(spans):
                 after_gap = starts[row] > requests[row].context_len
-                stored_from = starts[row] if after_gap else min(pages.stored_from, starts[row])
-                pages.stored_from = max(stored_from, first * page_size)
-                tables[g, row, first:stop] = pages.ids
+                stored_from = starts[row] if after_gap else min(held.stored_from, starts[row])
+                held.stored_from = max(stored_from, first * page_size)
+                tables[g, row, first:stop] = held.ids
         return tables

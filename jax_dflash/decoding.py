@@ -10,9 +10,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jax_dflash.batch import NULL_PAGE, EngineConfig, PageAllocator, TargetStep
+from jax_dflash.batch import EngineConfig, TargetStep
 from jax_dflash.buckets import BucketLadder, GraphMode
 from jax_dflash.config import InputError
+from jax_dflash.pages import NULL_PAGE, PageAllocator
 from jax_dflash.sampling_params import SamplingParams
 from jax_dflash.target_batch import TargetBatch, TargetOutput
 

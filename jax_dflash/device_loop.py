@@ -15,7 +15,6 @@ from jax.stages import Compiled
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_dflash import sampling, target
-from jax_dflash.batch import NULL_PAGE
 from jax_dflash.buckets import GraphMode
 from jax_dflash.decoding import Generation, RoundsOf
 from jax_dflash.draft_step import DraftState, context_and_query, inputs_of
@@ -23,6 +22,7 @@ from jax_dflash.drafter import DraftWeights
 from jax_dflash.engine import DraftEngine
 from jax_dflash.kv_cache import Pool
 from jax_dflash.numerics import COMPILER_OPTIONS, to_bits
+from jax_dflash.pages import NULL_PAGE
 from jax_dflash.programs import forbid_compiles, progress_bar
 from jax_dflash.sampling_params import FLOAT, SamplingColumns
 from jax_dflash.target import TargetWeights

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jax_dflash.batch import NULL_PAGE, PAD_SLOT
+from jax_dflash.batch import PAD_SLOT
+from jax_dflash.pages import NULL_PAGE
 
 
 class StepInputs(NamedTuple):

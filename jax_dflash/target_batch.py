@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jax_dflash.batch import NULL_PAGE
 from jax_dflash.buckets import BucketLadder, GraphMode, row_bucket_sizes
 from jax_dflash.config import InputError, TargetConfig
+from jax_dflash.pages import NULL_PAGE
 from jax_dflash.sampling_params import GREEDY, SamplingMode, SamplingParams, float_bits
 
 Ints = Sequence[int] | np.ndarray

@@ -16,12 +16,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jax_dflash.attention import dense
 from jax_dflash.attention.dense import padded_width
-from jax_dflash.batch import NULL_PAGE, PAD_SLOT
+from jax_dflash.batch import PAD_SLOT
 from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import InputError, TargetConfig
 from jax_dflash.inputs import slot_mapping
 from jax_dflash.kv_cache import Pool, pool_shape, store_layer
 from jax_dflash.numerics import COMPILER_OPTIONS, accum_dtype, from_bits
+from jax_dflash.pages import NULL_PAGE
 from jax_dflash.programs import CaptureRow, forbid_compiles, progress_bar
 from jax_dflash.sampling import verify
 from jax_dflash.sampling_params import GREEDY, SamplingColumns, SamplingMode

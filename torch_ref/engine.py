@@ -196,7 +196,7 @@ class DraftEngine:
         live request sees."""
         tap = Taps(self.taps)
         end = columns["start_position"] + columns["num_context"] - columns["num_rejected"]
-        first_keys = config.first_keys(columns["first_context_position"], end).min(axis=1)
+        first_keys = config.first_keys(columns["first_context_position"], end)
         self.state, tokens = draft_step(
             config,
             self.weights,
@@ -205,7 +205,7 @@ class DraftEngine:
             self._pack(descriptor, columns, features.shape[0]).to(self.device),
             num_reqs=descriptor.padded_reqs,
             table_width=self.requests.num_pages_for(int(config.stop_keys(end).max())),
-            first_keys=tuple(first_keys.tolist()),
+            first_keys=tuple(int(keys.min()) for keys in first_keys),
             attention=self.attention,
             tap=tap,
         )

@@ -11,7 +11,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from jax_dflash.batch import NULL_PAGE, PAD_SLOT
+from jax_dflash.batch import PAD_SLOT
+from jax_dflash.pages import NULL_PAGE
 
 
 class StepInputs(NamedTuple):
