@@ -95,7 +95,6 @@ class DraftEngine:
                 taps=taps,
                 compiler_options=compiler_options,
             )
-        self.programs = self.scheduled[K]
         self._context_rows = set(self.config.row_buckets)
         if 0 in scheduled_ks:  # a verify's rows, stored without drafting
             verifies = self.ladder.capture_order(GraphMode.FULL)
@@ -106,6 +105,11 @@ class DraftEngine:
         self.captured = False
         self.eager_compiles = 0
         self.last_taps: dict[str, jax.Array] = {}
+
+    @property
+    def programs(self) -> Programs:
+        """Those of K drafts."""
+        return self.scheduled[self.config.num_speculative_tokens]
 
     @property
     def state(self) -> DraftState:

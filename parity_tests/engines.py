@@ -51,7 +51,7 @@ def weights_of(framework: str, dtype: str = "float32"):
 def jax_programs():
     engine = jax_dflash.engine.DraftEngine(CONFIG, weights_of("jax"), **LIMITS._asdict(), ladder=LADDER)
     engine.capture(progress=False)
-    return engine.programs
+    return engine.scheduled
 
 
 def make_engine(kind: str, *, fill: float | None = None, **options):
@@ -59,7 +59,7 @@ def make_engine(kind: str, *, fill: float | None = None, **options):
     arguments = LIMITS._asdict() | {"ladder": LADDER} | options
     if kind == "jax":
         engine = jax_dflash.engine.DraftEngine(CONFIG, weights_of("jax"), **arguments)
-        engine.programs, engine.captured = jax_programs(), True
+        engine.scheduled, engine.captured = jax_programs(), True
     else:
         device = "cuda" if kind == "cuda_graph" else "cpu"
         weights = jax.tree.map(lambda x: x.to(device), weights_of("torch"))
