@@ -150,6 +150,17 @@ def test_pages_behind_a_cached_prompt():
     assert columns["first_context_position"].tolist() == [10]
 
 
+def test_a_gap_is_never_uncovered():
+    """Keys of a gap, which nobody stored, seen once a later step lowers first_context_position."""
+    table = make_table()
+    table.add(0)
+    table.reserve(step_for([0], 4))
+    table.reserve(step_for([0], 4, start_position=np.array([20]), first_context_position=np.array([20])))
+    assert table.requests[0].pages[1].first == 10
+    with pytest.raises(InputError, match="sees keys from position 0 on, those before 20 are gone"):
+        table.reserve(step_for([0], 4, first_context_position=np.array([0])))
+
+
 def test_rows_that_run_after_all_begin_the_context():
     """A cached prompt that the target runs again: keys from its new start on are stored, and must be seen."""
     table = make_table()
