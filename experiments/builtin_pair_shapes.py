@@ -20,8 +20,8 @@ from jax_dflash import drafter as drafters
 from jax_dflash import target as targets
 from jax_dflash.batch import TargetStep
 from jax_dflash.config import DraftConfig, Geometry, TargetConfig, plain_layers
+from jax_dflash.decoding import DecoderSizes
 from jax_dflash.engine import DraftEngine
-from jax_dflash.greedy_loop import num_pages
 from jax_dflash.target_batch import TargetBatch
 from jax_dflash.target_runner import TargetRunner
 
@@ -74,7 +74,7 @@ def time_shape(hidden: int, layers: int, mlp: int, draft_layers: int, block: int
         num_speculative_tokens=block - 1,
         max_num_seqs=1,
         max_model_len=MAX_LEN,
-        num_pages=num_pages(1, MAX_LEN),
+        num_pages=DecoderSizes.num_pages(1, MAX_LEN, page_size=16),
         widths=(1, block),
     )
     runner.capture(progress=False)

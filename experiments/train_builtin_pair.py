@@ -22,17 +22,16 @@ from rich.console import Console
 from rich.progress import Progress, track
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from jax_dflash import decoding, excerpts, train
 from jax_dflash import drafter as drafters
-from jax_dflash import excerpts, train
 from jax_dflash import target as targets
-from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import parse_draft_config, parse_target_config
-from jax_dflash.engine import DraftEngine
-from jax_dflash.greedy_loop import GreedyLoop, num_pages
+from jax_dflash.decoder import Decoder
+from jax_dflash.decoding import DecodeLoop
 from jax_dflash.modules import tensors
 from jax_dflash.names import write_config
 from jax_dflash.numerics import as_dtype
-from jax_dflash.target_runner import TargetRunner
+from jax_dflash.sampling_params import SamplingParams
 from jax_dflash.weights import save_tensors
 
 EOS, MASK, VOCAB = 256, 257, 264
@@ -169,45 +168,26 @@ def make_drafter(target_config, weights, answers, recipe: Recipe, key, log: list
 
 def accepted_length(out: Path, dtype_name: str, K: int, num_prompts: int) -> dict:
     """Greedy decoding of held-out prompts with the saved pair, through the engine that users run."""
-    dtype = as_dtype(dtype_name)
-    config, drafter = drafters.load_drafter(out / "drafter", dtype)
-    target_config, target = targets.load_target(out / "target", dtype)
-    weights = targets.pack_target(target, target_config)
-    engine = DraftEngine(
-        config, drafters.pack_drafter(drafter, config, weights.embed_tokens, weights.lm_head), max_num_seqs=16,
-        max_model_len=768, num_speculative_tokens=K,
-    )  # fmt: skip
-    engine.capture(progress=False)
-    runner = TargetRunner(
-        target_config,
-        weights,
-        taps=config.hidden_state_indices,
-        num_speculative_tokens=K,
+    decoder = Decoder.load(
+        out / "drafter",
+        out / "target",
+        dtype_name,
         max_num_seqs=16,
         max_model_len=768,
-        num_pages=num_pages(16, 768),
-        widths=(K + 1, 128),
-        max_num_batched_tokens=16 * 128,
-        ladder=BucketLadder([16 * (K + 1)], max_num_seqs=16, query_lens=K + 1),
+        num_speculative_tokens=K,
+        chunk=128,
     )
-    runner.capture(progress=False)
-    prompts = excerpts.prompts(out / "target", num_prompts, (200, 300, 400))
-    loop = GreedyLoop(runner, prompts, max_new_tokens=128, chunk=128, eos=(EOS,))
-    while not loop.done:
-        event = loop.advance()
-        for answer in event.joined:
-            engine.add_request(answer.request_id, len(answer.prompt))
-        for answer in event.left:
-            if answer.request_id in engine.requests.requests:
-                engine.remove_request(answer.request_id)
-        if event.step is not None:
-            loop.set_drafts(event.step, engine.propose(event.step, event.features))
-    answers = [a for a in loop.finished if a.steps]
-    tau = sum(len(a.generated) - 1 for a in answers) / sum(a.steps for a in answers)
+    decoder.capture(loops=["host"], progress=False)
+    # A text that repeats 32 tokens has begun to loop, and easy loops would flatter the drafter.
+    loop = DecodeLoop(decoder.runner, decoder.engine, eos_token_ids=(EOS,), repeat=32, **decoder.sizes.loop)
+    for prompt in excerpts.prompts(out / "target", num_prompts, (200, 300, 400)):
+        loop.add(prompt, SamplingParams(max_new_tokens=128))
+    generations = [g for g in loop.run() if g.accepted]
     return {
-        "dtype": dtype_name, "K": K, "tau": round(tau, 3),
-        "tau_request_mean": round(float(np.mean([a.accepted_length for a in answers])), 3),
-        "answers": len(answers), "looped": sum(a.looped for a in answers), "tokens": sum(len(a.generated) for a in answers),
+        "dtype": dtype_name, "K": K, "tau": round(decoding.accepted_length(generations), 3),
+        "tau_request_mean": round(float(np.mean([g.accepted_length for g in generations])), 3),
+        "answers": len(generations), "looped": sum(g.finish_reason == "repeat" for g in generations),
+        "tokens": sum(len(g.generated) for g in generations),
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,32 +24,29 @@ from rich.progress import Progress
 from jax_dflash import drafter as jax_drafter
 from jax_dflash import excerpts, numerics
 from jax_dflash import target as jax_target
-from jax_dflash.batch import PAD_SLOT, TargetStep
 from jax_dflash.buckets import BucketLadder, GraphMode
 from jax_dflash.config import InputError, check_pair, load_draft_config, load_target_config
+from jax_dflash.decoding import DecodeLoop, DecoderSizes, Generation, accepted_length
 from jax_dflash.engine import DraftEngine
-from jax_dflash.greedy_loop import GreedyLoop, LoopStep, num_pages
+from jax_dflash.lockstep import Engines, Lockstep, Tally
 from jax_dflash.modules import tensors
 from jax_dflash.names import match_draft
-from jax_dflash.programs import compile_cache, num_compiles
-from jax_dflash.taps import live_part, tap_table
+from jax_dflash.programs import compile_cache
+from jax_dflash.sampling_params import SamplingParams
 from jax_dflash.target_runner import TargetRunner
 from torch_ref import drafter as torch_drafter
 from torch_ref import numerics as torch_numerics
 from torch_ref import target as torch_target
 from torch_ref.engine import DraftEngine as TorchEngine
 
-# A token is decided if its float64 top-2 margin is more than this many sigma, sigma being the RMS error of PyTorch
-# eager's logits on that row. One run is one draw of that error, at times a lucky one: both of eager's attention kernels
-# count. Even so bfloat16's errors have heavier tails than a Gaussian's (LOG.md).
-SIGMAS = 5
 MIN_TOKENS = 2000
 # Share of tokens that may be undecidable, and relative RMS distance of JAX from PyTorch at any tap.
 LIMITS = {"float32": (0.001, 1e-5), "bfloat16": (0.1, 2e-2)}
 PROMPT_LENGTHS = (24, 200, 57, 330, 101, 16, 260, 150)  # tokens, in turn: short and long, several prefill chunks
 CHUNK = 128
+PAGE_SIZE = 16
 MIN_TAU = 3.0  # of the shipped pair at its default K: both frameworks drafting the same nonsense would agree too
-MAX_ERROR = 1e30  # stands for an error that is not finite: JSON has no infinity
+REPEAT = 32  # a text that repeats 32 tokens in a row has begun to loop, and easy loops would flatter the drafter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,57 +69,8 @@ class CompareJob:
     timed_steps: int = 30
 
 
-@dataclass
-class Tally:
-    """What the lockstep counted."""
-
-    tokens_compared: int = 0
-    tokens_equal: int = 0
-    undecidable: int = 0
-    undecidable_unequal: int = 0
-    fused_equal: int = 0  # tokens that PyTorch's fused attention drafts like JAX
-    pool_checks: int = 0
-    errors: dict[str, float] = field(default_factory=dict)
-    faults: list[str] = field(default_factory=list)
-    by_bucket: dict[int, list[float]] = field(default_factory=dict)  # num_reqs -> [equal, compared, worst error]
-    compiles: int = 0
-    torch_accepted: int = 0
-    torch_steps: int = 0
-    torch_drafts: dict[int, np.ndarray] = field(default_factory=dict)
-    jax_drafts: dict[int, np.ndarray] = field(default_factory=dict)
-
-    def fault(self, what: str) -> None:
-        if len(self.faults) < 20:
-            self.faults.append(what)
-
-    def float_error(self, bucket: int, name: str, ours: np.ndarray, theirs: np.ndarray, limit: float) -> None:
-        """Keep the relative RMS distance of one tap; past the limit, or not finite alike, it is a fault."""
-        error = min(relative_rms(ours, theirs), MAX_ERROR)
-        error = MAX_ERROR if np.isnan(error) else error
-        self.errors[name] = max(self.errors.get(name, 0.0), error)
-        row = self.by_bucket.setdefault(bucket, [0, 0, 0.0])
-        row[2] = max(row[2], error)
-        if not error <= limit:
-            self.fault(f"{name} of a bucket of {bucket} requests differs by {error:.2e} (limit {limit:.0e})")
-
-
-def _difference(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """ours - theirs; 0 where both are -inf, as the logits of tokens that a reduced vocabulary lacks."""
-    return np.subtract(ours, theirs, out=np.zeros(np.shape(ours)), where=~(np.isneginf(ours) & np.isneginf(theirs)))
-
-
-def relative_rms(ours: np.ndarray, theirs: np.ndarray) -> float:
-    """RMS(ours - theirs) / RMS(theirs); NaN if either is not finite. The pool `[L, 2, R, K, H]` is judged by its worst
-    layer and kind and other arrays of heads by their worst layer or request, which may differ in scale."""
-    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
-    axes = tuple(range(ours.ndim - 3, ours.ndim)) if ours.ndim > 3 else None
-    scale = np.sqrt(np.mean(np.where(np.isneginf(theirs), 0, theirs) ** 2, axis=axes))
-    error = np.sqrt(np.mean(_difference(ours, theirs) ** 2, axis=axes))
-    return float(np.max(error / np.where(scale == 0, 1.0, scale)))
-
-
 class Drafters:
-    """The same pair in every form that is compared, behind one add, remove and propose."""
+    """The pair, and its drafter in every form that is compared."""
 
     def __init__(self, job: CompareJob, progress: bool):
         dtype = numerics.as_dtype(job.dtype)
@@ -132,11 +80,12 @@ class Drafters:
         self.target_weights = jax_target.pack_target(target, self.target_config)
         shared = self.target_weights.embed_tokens, self.target_weights.lm_head
         weights = jax_drafter.pack_drafter(drafter, self.draft_config, *shared)
-        sizes = engine_sizes(job)
-        self.jax = DraftEngine(self.draft_config, weights, **sizes)
-        self.jax.capture(progress=progress)
-        self.tapped = DraftEngine(self.draft_config, weights, **sizes, taps=1)
-        self.tapped.capture(progress=False)
+        sizes = engine_sizes(job) | {"external_pages": True}  # the loop's, as the target's
+
+        def jax_engine(taps: int) -> DraftEngine:
+            engine = DraftEngine(self.draft_config, weights, taps=taps, **sizes)
+            engine.capture(progress=progress and not taps)
+            return engine
 
         def torch_engine(name: str, mode: str, attention: str, taps: int) -> TorchEngine:
             kind, device = torch_numerics.as_dtype(name), {"cpu": "cpu", "gpu": "cuda"}[job.device]
@@ -149,22 +98,27 @@ class Drafters:
             engine.capture(progress=progress and mode == "cuda_graph")
             return engine
 
-        self.torch = torch_engine(job.dtype, "eager", "dense", 1)
-        self.oracle = torch_engine("float64", "eager", "dense", 1)
-        self.fused = torch_engine(job.dtype, "eager", "sdpa", 1)
-        self.graph = torch_engine(job.dtype, "cuda_graph", "sdpa", 0) if job.device == "gpu" else None
-        self.all = [
-            e for e in (self.jax, self.tapped, self.torch, self.oracle, self.fused, self.graph) if e is not None
-        ]
+        self.engines = Engines(
+            jax=jax_engine(taps=0),
+            tapped=jax_engine(taps=1),
+            torch=torch_engine(job.dtype, "eager", "dense", 1),
+            oracle=torch_engine("float64", "eager", "dense", 1),
+            fused=torch_engine(job.dtype, "eager", "sdpa", 1),
+            graph=torch_engine(job.dtype, "cuda_graph", "sdpa", 0) if job.device == "gpu" else None,
+        )
 
 
 def engine_sizes(job: CompareJob) -> dict[str, Any]:
-    """The arguments that every engine of a job has alike."""
-    sizes: dict[str, Any] = {"max_num_seqs": job.max_num_seqs, "max_model_len": job.max_model_len}
-    sizes["allow_long_block"] = job.allow_long_block
-    return (
-        sizes if job.num_speculative_tokens is None else sizes | {"num_speculative_tokens": job.num_speculative_tokens}
-    )
+    """The arguments that every engine of a job has alike. A page group with a window has as many pages as the others: the
+    loop knows of one pool."""
+    return {
+        "max_num_seqs": job.max_num_seqs,
+        "max_model_len": job.max_model_len,
+        "num_speculative_tokens": job.num_speculative_tokens,
+        "allow_long_block": job.allow_long_block,
+        "page_size": PAGE_SIZE,
+        "num_pages": DecoderSizes.num_pages(job.max_num_seqs, job.max_model_len, PAGE_SIZE),
+    }
 
 
 def check_job(job: CompareJob) -> None:
@@ -183,151 +137,45 @@ def check_job(job: CompareJob) -> None:
         )
 
 
-def run_lockstep(job: CompareJob, drafters: Drafters, advance: Callable[[int, int], None]) -> tuple[Tally, GreedyLoop]:
+def run_lockstep(
+    job: CompareJob, drafters: Drafters, advance: Callable[[int, int], None]
+) -> tuple[Tally, list[Generation]]:
     """Decode every prompt with all drafters in lockstep and compare each step."""
-    query_len = drafters.jax.config.query_len
+    engine = drafters.engines.jax
+    Q, sizes = engine.config.query_len, DecoderSizes.of(engine.config, engine.ladder, CHUNK)
+    # One bucket: the drafters are compared here, and a target program compiles for seconds.
+    one_bucket = {
+        "widths": (Q, CHUNK),
+        "max_num_batched_tokens": job.max_num_seqs * max(Q, CHUNK),
+        "ladder": BucketLadder([job.max_num_seqs * Q], max_num_seqs=job.max_num_seqs, query_lens=Q),
+    }
     runner = TargetRunner(
         drafters.target_config,
         drafters.target_weights,
         taps=drafters.draft_config.hidden_state_indices,
-        num_speculative_tokens=query_len - 1,
-        max_num_seqs=job.max_num_seqs,
-        max_model_len=job.max_model_len,
-        num_pages=num_pages(job.max_num_seqs, job.max_model_len),
-        widths=(query_len, CHUNK),
-        max_num_batched_tokens=job.max_num_seqs * max(query_len, CHUNK),
-        # One bucket: the drafters are compared here, and a target program compiles for seconds.
-        ladder=BucketLadder([job.max_num_seqs * query_len], max_num_seqs=job.max_num_seqs, query_lens=query_len),
+        **sizes.runner | one_bucket,
     )
     runner.capture(progress=False)
     num_prompts = job.num_prompts or max(24, 3 * job.max_num_seqs)
     prompts = excerpts.prompts(job.target, num_prompts, PROMPT_LENGTHS)
-    loop = GreedyLoop(
-        runner, prompts, max_new_tokens=job.max_new_tokens, chunk=CHUNK, eos=drafters.target_config.eos_token_ids
+    lockstep = Lockstep(drafters.engines, max_error=LIMITS[job.dtype][1])
+    loop = DecodeLoop(
+        runner,
+        lockstep,
+        eos_token_ids=drafters.target_config.eos_token_ids,
+        repeat=REPEAT,
+        joins_per_step=1 + job.max_num_seqs // 16,  # a few: every bucket is to be reached
+        on_tokens=lockstep.count_accepted,
+        **sizes.loop,
     )
-    tally, steps = Tally(), 0
+    for prompt in prompts:
+        loop.add(prompt, SamplingParams(max_new_tokens=job.max_new_tokens))
     while not loop.done:
-        event = loop.advance()
-        _count_torch_acceptance(tally, event)
-        for engine in drafters.all:
-            for answer in event.joined:
-                engine.add_request(answer.request_id, len(answer.prompt))
-        for engine in drafters.all:
-            for answer in event.left:
-                if answer.request_id in engine.requests.requests:
-                    engine.remove_request(answer.request_id)
-        if event.step is not None:
-            loop.set_drafts(event.step, _compare_step(tally, job, drafters, event.step, event.features))
-            if steps % 8 == 0 or not loop.waiting:
-                _compare_pools(tally, job, drafters)
-        steps += 1
+        loop.step()
+        if loop.live and (loop.num_steps % 8 == 0 or not loop.waiting):
+            lockstep.compare_pools(loop.live)
         advance(len(loop.finished), len(prompts))
-    return tally, loop
-
-
-def _compare_step(
-    tally: Tally, job: CompareJob, drafters: Drafters, step: TargetStep, features: np.ndarray
-) -> np.ndarray:
-    before = num_compiles()
-    drafts = drafters.jax.propose(step, features)
-    tally.compiles += num_compiles() - before
-    tapped = drafters.tapped.propose(step, features)
-    torch_drafts = drafters.torch.propose(step, features)
-    drafters.oracle.propose(step, features)
-    fused = drafters.fused.propose(step, features)
-    n, K = drafts.shape
-    bucket = drafters.jax.ladder.dispatch(n, n * (K + 1), K + 1).padded_reqs
-    if not np.array_equal(drafts, tapped):
-        tally.fault("programs with taps draft other tokens than those without")
-    tally.fused_equal += int((fused == drafts).sum())
-    if drafters.graph is not None and not np.array_equal(drafters.graph.propose(step, features), fused):
-        tally.fault(f"a CUDA graph of {bucket} requests drafts other tokens than PyTorch eager")
-
-    ours = {name: np.asarray(value) for name, value in drafters.tapped.last_taps.items()}
-    theirs, exact, other = (
-        {name: torch_numerics.to_numpy(value) for name, value in engine.last_taps.items()}
-        for engine in (drafters.torch, drafters.oracle, drafters.fused)
-    )
-    num_rows = int(np.sum(step.num_context))
-    if np.any(ours["context_slots"][..., num_rows:] != PAD_SLOT):
-        tally.fault(f"padded context rows of a bucket of {bucket} requests have slots")
-    table = [tap for tap in tap_table(drafters.draft_config.geometry.num_layers) if tap.level == 1]
-    for tap in table:
-        if tap.name not in ours or tap.name not in theirs:
-            tally.fault(f"tap {tap.name} is missing on one side")
-            continue
-        a, b = live_part(tap, ours[tap.name], n, num_rows), live_part(tap, theirs[tap.name], n, num_rows)
-        if tap.kind == "token":
-            continue  # judged by their margins below
-        if tap.kind == "int":
-            if a.shape != b.shape or not np.array_equal(a, b):
-                tally.fault(f"integers of {tap.name} differ: JAX {a.tolist()[:16]}, PyTorch {b.tolist()[:16]}")
-        else:
-            tally.float_error(bucket, tap.name, a, b, LIMITS[job.dtype][1])
-    torch_logits = np.stack([theirs["logits"][:n], other["logits"][:n]])
-    _compare_tokens(tally, bucket, drafts, torch_drafts, torch_logits, exact["logits"][:n])
-    _remember(tally, step.request_ids, drafts, torch_drafts)
-    return drafts
-
-
-def _compare_tokens(tally: Tally, bucket: int, drafts, torch_drafts, torch_logits, exact_logits) -> None:
-    """Equal or not, and decided or not: by the float64 margin against PyTorch's own error on that row, `torch_logits`
-    being those of several eager runs."""
-    top2 = np.partition(exact_logits, -2, axis=-1)[..., -2:]
-    margin = top2[..., 1] - top2[..., 0]
-    squared = np.mean(_difference(torch_logits.astype(np.float64), exact_logits[None]) ** 2, axis=0).sum(-1)
-    sigma = np.sqrt(squared / np.isfinite(exact_logits).sum(-1))
-    decided, equal = margin > SIGMAS * sigma, drafts == torch_drafts
-    tally.tokens_compared += equal.size
-    tally.tokens_equal += int(equal.sum())
-    tally.undecidable += int((~decided).sum())
-    tally.undecidable_unequal += int((~decided & ~equal).sum())
-    row = tally.by_bucket.setdefault(bucket, [0, 0, 0.0])
-    row[0] += int(equal.sum())
-    row[1] += equal.size
-    for request, position in np.argwhere(decided & ~equal):
-        tally.fault(
-            f"draft {position + 1} of a request differs: JAX {drafts[request, position]}, PyTorch "
-            f"{torch_drafts[request, position]}, margin {margin[request, position] / sigma[request, position]:.1f} sigma"
-        )
-
-
-def _compare_pools(tally: Tally, job: CompareJob, drafters: Drafters) -> None:
-    """Every live request's stored context K/V in both pools, and of CUDA graphs against eager."""
-    tally.pool_checks += 1
-    page_size = drafters.jax.config.page_size
-    for g, jax_pool in enumerate(drafters.jax.state.pools):
-        pairs = [("pool", np.asarray(jax_pool), torch_numerics.to_numpy(drafters.torch.state.pools[g]))]
-        if drafters.graph is not None:
-            graph, fused = (torch_numerics.to_numpy(e.state.pools[g]) for e in (drafters.graph, drafters.fused))
-            pairs.append(("graph_pool", graph, fused))
-        for request in drafters.jax.requests.requests.values():
-            held = request.pages[g]
-            slots = np.array(held.ids, np.int32)[:, None] * page_size + np.arange(page_size)
-            first = held.first * page_size
-            rows = slots.reshape(-1)[held.stored_from - first : request.context_len - first]
-            for name, *pools in pairs if rows.size else ():
-                a, b = (pool.reshape(*pool.shape[:2], -1, *pool.shape[4:])[:, :, rows] for pool in pools)
-                tally.float_error(0, name, a, b, LIMITS[job.dtype][1])
-
-
-def _remember(tally: Tally, request_ids, drafts: np.ndarray, torch_drafts: np.ndarray) -> None:
-    tally.jax_drafts = dict(zip(request_ids, drafts, strict=True))
-    tally.torch_drafts = dict(zip(request_ids, torch_drafts, strict=True))
-
-
-def _count_torch_acceptance(tally: Tally, event: LoopStep) -> None:
-    """PyTorch's own accepted length. Past a token in which the two drafters differ the target saw JAX's, so the count
-    stops there: a lower bound, exact while the drafts agree."""
-    for request_id, own in event.verified.items():
-        ours, theirs = tally.jax_drafts[request_id], tally.torch_drafts[request_id]
-        accepted = 0
-        while accepted < len(theirs) and theirs[accepted] == own[accepted]:
-            accepted += 1
-            if ours[accepted - 1] != theirs[accepted - 1]:
-                break
-        tally.torch_accepted += accepted
-        tally.torch_steps += 1
+    return lockstep.tally, loop.finished
 
 
 def time_frameworks(
@@ -371,21 +219,24 @@ def compare(job: CompareJob, *, progress: bool = True) -> dict[str, Any]:
             drafters = Drafters(job, progress)
         with Progress(console=Console(stderr=True), disable=not progress, transient=True) as bar:
             task = bar.add_task("Drafting in lockstep", total=None)
-            tally, loop = run_lockstep(job, drafters, lambda done, total: bar.update(task, completed=done, total=total))
-            programs = len(drafters.jax.programs.steps) + len(drafters.jax.programs.contexts)
-            eager_compiles = drafters.jax.eager_compiles
-            descriptors = drafters.jax.ladder.capture_order(GraphMode.FULL)[::-1]
-            del drafters
+            tally, generations = run_lockstep(
+                job, drafters, lambda done, total: bar.update(task, completed=done, total=total)
+            )
+            engine = drafters.engines.jax
+            programs = len(engine.programs.steps) + len(engine.programs.contexts)
+            eager_compiles = engine.eager_compiles
+            descriptors = engine.ladder.capture_order(GraphMode.FULL)[::-1]
+            del drafters, engine
             frameworks = ["jax", "torch-eager", *(["torch-graph"] if job.device == "gpu" else [])]
             task = bar.add_task("Timing", total=len(frameworks))
             times = time_frameworks(
                 job, frameworks, cache, lambda name: bar.update(task, description=f"Timing {name}", advance=1)
             )
-    return _document(job, tally, loop, times, descriptors, programs, eager_compiles)
+    return _document(job, tally, generations, times, descriptors, programs, eager_compiles)
 
 
 def _document(
-    job, tally: Tally, loop: GreedyLoop, times, descriptors, programs: int, eager_compiles: int
+    job, tally: Tally, generations: list[Generation], times, descriptors, programs: int, eager_compiles: int
 ) -> dict[str, Any]:
     share, _ = LIMITS[job.dtype]
     if tally.tokens_compared < MIN_TOKENS:
@@ -396,9 +247,8 @@ def _document(
         tally.fault(f"{tally.compiles} compilations after capture")
     if not tally.pool_checks:
         tally.fault("the pools were never compared")
-    answers = [answer for answer in loop.finished if answer.steps]
-    tau = sum(len(a.generated) - 1 for a in answers) / max(1, sum(a.steps for a in answers))
-    if job.pair == "builtin" and job.num_speculative_tokens is None and tau < MIN_TAU:
+    tau = accepted_length(generations)
+    if job.pair == "builtin" and job.num_speculative_tokens is None and not tau >= MIN_TAU:
         tally.fault(f"the shipped pair's accepted length is {tau:.2f}, expected at least {MIN_TAU}")
     by_reqs = {name: {row["num_reqs"]: row for row in rows} for name, rows in times.items()}
     buckets = []
@@ -432,9 +282,9 @@ def _document(
         "num_speculative_tokens": descriptors[0].num_tokens // descriptors[0].num_reqs - 1,
         "max_model_len": job.max_model_len,
         "tau": round(tau, 4),
-        "tau_request_mean": round(float(np.mean([a.accepted_length for a in answers])), 4),
+        "tau_request_mean": round(float(np.mean([g.accepted_length for g in generations if g.accepted])), 4),
         "tau_torch": round(1 + tally.torch_accepted / max(1, tally.torch_steps), 4),
-        "looped": sum(a.looped for a in answers),
+        "looped": sum(g.finish_reason == "repeat" for g in generations),
         "tokens_compared": tally.tokens_compared,
         "tokens_equal": tally.tokens_equal,
         "undecidable": tally.undecidable,

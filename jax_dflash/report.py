@@ -5,7 +5,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from jax_dflash.compare import SIGMAS
+from jax_dflash.lockstep import SIGMAS
 
 
 def table(result: dict[str, Any]) -> Table:

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 import torch_ref.drafter
-from jax_dflash import compare, excerpts, steptime
+from jax_dflash import compare, excerpts, lockstep, steptime
 from jax_dflash.buckets import BucketLadder, GraphMode
 from jax_dflash.cli import ASSETS
 from jax_dflash.config import InputError
+from jax_dflash.decoding import Generation, accepted_length
+from jax_dflash.sampling_params import SamplingParams
 from jax_dflash.taps import tap_table
 from jax_dflash.target_batch import TargetBatch
 from jax_dflash.target_runner import TargetRunner
@@ -37,28 +39,29 @@ def run(job):
 
 def test_lockstep_agrees_on_held_out_text(job, run):
     """Would catch: any integer, K/V, hidden state, logit or decided token that differs between the frameworks."""
-    drafters, tally, loop = run
+    drafters, tally, generations = run
     assert tally.faults == []
     assert tally.tokens_compared > 500 and tally.tokens_equal == tally.tokens_compared
     assert tally.undecidable <= 0.001 * tally.tokens_compared
-    assert tally.compiles == 0 and drafters.jax.eager_compiles == 0
+    assert tally.compiles == 0 and drafters.engines.jax.eager_compiles == 0
     floats = {tap.name for tap in tap_table(2) if tap.kind == "float" and tap.level == 1}
     assert set(tally.errors) == floats | {"pool"}
     assert max(tally.errors.values()) < 1e-5
-    tokens = sum(len(a.generated) - 1 for a in loop.finished if a.steps)
-    assert tokens / sum(a.steps for a in loop.finished) >= 3.0
+    assert all(tally.by_bucket[n][1] > 0 for n in (1, 2, 4))
+    tau = accepted_length(generations)
+    assert tau >= 3.0 and 1 + tally.torch_accepted / tally.torch_steps == pytest.approx(tau)
 
 
 def test_speculation_changes_no_token(job, run):
     """Would catch: a verify that accepts a draft the target would not have written."""
-    drafters, _, loop = run
+    drafters, _, generations = run
     runner = TargetRunner(
         drafters.target_config, drafters.target_weights, taps=(), num_speculative_tokens=0, max_num_seqs=1,
         max_model_len=512, num_pages=33, widths=(1, 128),
     )  # fmt: skip
     runner.capture(progress=False)
     pages = 1 + np.arange(32)[None]
-    for answer in loop.finished[:3]:
+    for answer in generations[:3]:
         plain, computed = list(answer.prompt), 0
         while len(plain) < len(answer.tokens):
             rows = plain[computed : computed + 128]
@@ -85,28 +88,28 @@ def test_undecidable_is_a_matter_of_the_float64_margin():
     exact = np.array([[[5.0, 4.0, 0.0, 0.0]], [[5.0, 4.99, 0.0, 0.0]]])
     logits = np.stack([exact + 0.01, exact - 0.01])
     drafts, other = np.array([[1], [1]]), np.array([[0], [0]])
-    tally = compare.Tally()
-    compare._compare_tokens(tally, 2, drafts, other, logits, exact)
+    tally = lockstep.Tally()
+    tally.compare_tokens(2, drafts, other, logits, exact)
     assert (tally.tokens_compared, tally.tokens_equal, tally.undecidable) == (2, 0, 1)
     assert tally.faults == ["draft 1 of a request differs: JAX 1, PyTorch 0, margin 100.0 sigma"]
 
 
-def document(job, loop, **changes):
+def document(job, generations, **changes):
     """The job's verdict on a made-up tally."""
     values = {"tokens_compared": 4000, "tokens_equal": 4000, "pool_checks": 1}
-    tally = compare.Tally(**values | changes, by_bucket={n: [2, 2, 0.0] for n in (1, 2, 4)})
+    tally = lockstep.Tally(**values | changes, by_bucket={n: [2, 2, 0.0] for n in (1, 2, 4)})
     row = {"num_tokens": 8, "ms": 1.0, "low": 0.9, "high": 1.1}
     times = {name: [row | {"num_reqs": n} for n in (1, 2, 4)] for name in ("jax", "torch-eager")}
     ladder = BucketLadder.without_holes(max_num_seqs=4, query_len=8)
     descriptors = ladder.capture_order(GraphMode.FULL)[::-1]
-    return compare._document(job, tally, loop, times, descriptors, 3, 0)
+    return compare._document(job, tally, generations, times, descriptors, 3, 0)
 
 
 def test_the_verdict(job, run):
     """Would catch: a job that calls itself ok over too few tokens, too many undecidable ones, a compilation after
     capture or an unreached bucket; a document with other keys than promised."""
-    loop = run[2]
-    good = document(job, loop)
+    generations = run[2]
+    good = document(job, generations)
     assert good["ok"] and good["faults"] == []
     promised = "job ok device dtype pair tau tokens_compared tokens_equal undecidable max_error programs "
     promised += "compiles_after_capture eager_compiles buckets"
@@ -121,7 +124,7 @@ def test_the_verdict(job, run):
         ({"compiles": 1}, "1 compilations after capture"),
         ({"pool_checks": 0}, "the pools were never compared"),
     ):
-        bad = document(job, loop, **changes)
+        bad = document(job, generations, **changes)
         assert (bad["ok"], bad["faults"]) == (False, [fault])
 
 
@@ -179,9 +182,26 @@ def test_yarn_s_option_on_the_command_line(monkeypatch, capsys):
     assert [job.yarn_attention for job in jobs] == ["mscale", "ignore-mscale"]
 
 
+@pytest.mark.parametrize("theirs, new, count", [
+    ([4, 5, 6], [4, 5, 9], 2),  # as ours
+    ([4, 8, 6], [4, 5, 9], 1),
+    ([4, 5, 9], [4, 5, 9], 3),  # right where ours was not
+    ([4, 5, 6], [4], 2),  # the text ended among accepted drafts
+])  # fmt: skip
+def test_accepted_drafts_of_pytorch(theirs, new, count):
+    """Would catch: PyTorch's accepted length taken from JAX's drafts, or counted on past a token in which they part."""
+    own = Generation(0, [1], SamplingParams(max_new_tokens=9), [1, 2, *new], accepted=[2])
+    drafter = lockstep.Lockstep(lockstep.Engines(*[None] * 6), max_error=0)
+    drafter._to_verify[0] = [4, 5, 6], theirs
+    drafter.count_accepted(own, new, 2)
+    assert (drafter.tally.torch_accepted, drafter.tally.torch_steps) == (count, 1)
+    drafter.count_accepted(own, [3], 0)
+    assert drafter.tally.torch_steps == 1
+
+
 def test_an_error_that_is_not_finite_is_a_fault():
     """Would catch: NaN that max() turns into an error of 0."""
-    tally = compare.Tally()
+    tally = lockstep.Tally()
     tally.float_error(2, "hidden", np.array([1.0, np.nan]), np.array([1.0, 2.0]), 1e-5)
     assert tally.errors["hidden"] == 1e30 and len(tally.faults) == 1
 
@@ -192,7 +212,7 @@ def test_kv_is_judged_by_its_worst_layer():
     theirs[:, 1] = 1000.0
     ours = theirs.copy()
     ours[1, 0] *= 1.5
-    assert compare.relative_rms(ours, theirs) == pytest.approx(0.5)
+    assert lockstep.relative_rms(ours, theirs) == pytest.approx(0.5)
 
 
 def test_shipped_data():
