@@ -155,9 +155,9 @@ def test_a_gap_is_never_uncovered():
     table = make_table()
     table.add(0)
     table.reserve(step_for([0], 4))
-    table.reserve(step_for([0], 4, start_position=np.array([20]), first_context_position=np.array([20])))
+    table.reserve(step_for([0], 4, start_position=np.array([21]), first_context_position=np.array([21])))
     assert table.requests[0].pages[1].first == 10
-    with pytest.raises(InputError, match="sees keys from position 0 on, those before 20 are gone"):
+    with pytest.raises(InputError, match="sees keys from position 0 on, those before 21 are gone"):
         table.reserve(step_for([0], 4, first_context_position=np.array([0])))
 
 
