@@ -149,6 +149,7 @@ class DecodeLoop:
         repeat: end a generation whose last so many tokens have occurred before.
         joins_per_step: requests admitted in one step at most.
         on_tokens: called with (generation, new tokens, how many of them were drafts) as they are accepted.
+        on_features: called with each step of the target and its features, also the last of a request.
     """
 
     def __init__(
@@ -169,6 +170,7 @@ class DecodeLoop:
         repeat: int | None = None,
         joins_per_step: int | None = None,
         on_tokens: Callable[[Generation, list[int], int], Any] | None = None,
+        on_features: Callable[[TargetStep, Any], Any] | None = None,
     ):
         self.target, self.drafter, self.rounds = target, drafter, rounds
         self.num_speculative_tokens = num_speculative_tokens if drafter is not None else 0
@@ -176,6 +178,7 @@ class DecodeLoop:
         self.chunk, self.prompts_per_step = chunk, prompts_per_step
         self.eos_token_ids, self.schedule_k, self.repeat = eos_token_ids, schedule_k, repeat
         self.joins_per_step, self.on_tokens = joins_per_step or max_num_seqs, on_tokens
+        self.on_features = on_features
         self.allocator = PageAllocator(num_pages)
         self.waiting: deque[Generation] = deque()
         self.live: list[Generation] = []
@@ -256,6 +259,8 @@ class DecodeLoop:
         self.num_steps += 1
         self.num_verifies += decode
         step = self._accept(batch, rows, decode, output)
+        if self.on_features is not None:
+            self.on_features(step, output.features)
         if self.drafter is not None:
             self._draft(batch, step, output.features)
 
