@@ -18,6 +18,8 @@ from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import InputError, check_pair
 from jax_dflash.traces import Document, Trace, check_features, check_target, load_trace
 
+CHUNK = 64  # rows of one prompt in a step
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -190,6 +192,7 @@ def load_engine(job: JudgeJob, trace: Trace) -> Any:
         max_num_seqs=n,
         max_model_len=max(K + 2, *(len(document.tokens) for document in trace.documents)),
         num_speculative_tokens=K,
+        max_num_batched_tokens=n * max(K + 1, CHUNK),
         ladder=BucketLadder([n * (K + 1)], max_num_seqs=n, query_lens=K + 1),  # one: nothing is timed here
         **options,
     )

@@ -25,7 +25,8 @@ def test_only_numerics_names_float_dtypes(package):
 
 
 PLAIN = (
-    "config keys checkpoint_forms names stored roofline buckets taps batch target_batch excerpts inspect cli".split()
+    "config keys checkpoint_forms names stored roofline buckets taps batch target_batch excerpts inspect record judge "
+    "cli".split()
 )  # fmt: skip
 
 
