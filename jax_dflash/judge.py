@@ -6,6 +6,7 @@ A anchors of one document, n requests of a step, K drafts.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -165,15 +166,12 @@ class JudgeJob:
 
 def load_engine(job: JudgeJob, trace: Trace) -> Any:
     """The drafter in the trace's dtype, with no more of its target than the two tables. Raises InputError."""
-    place: tuple[str, ...] = ()
-    options: dict[str, Any] = {}
-    if job.framework == "jax":
-        from jax_dflash import drafter, engine, modules, numerics, weights
-    else:
-        from torch_ref import drafter, engine, modules, numerics, weights
-
-        place = ({"cpu": "cpu", "gpu": "cuda"}[job.device],)
-        options["mode"] = {"cpu": "eager", "gpu": "cuda_graph"}[job.device]
+    package, place, mode = "jax_dflash", (), {}
+    if job.framework == "torch":
+        package, place = "torch_ref", ({"cpu": "cpu", "gpu": "cuda"}[job.device],)
+        mode = {"mode": {"cpu": "eager", "gpu": "cuda_graph"}[job.device]}
+    rooms = ("drafter", "engine", "modules", "numerics", "weights")
+    drafter, engine, modules, numerics, weights = (import_module(f"{package}.{room}") for room in rooms)
     dtype = numerics.as_dtype(trace.dtype)
     config, module = drafter.load_drafter(job.checkpoint, dtype, *place)
     own = modules.tensors(module)
@@ -194,7 +192,7 @@ def load_engine(job: JudgeJob, trace: Trace) -> Any:
         num_speculative_tokens=K,
         max_num_batched_tokens=n * max(K + 1, CHUNK),
         ladder=BucketLadder([n * (K + 1)], max_num_seqs=n, query_lens=K + 1),  # one: nothing is timed here
-        **options,
+        **mode,
     )
 
 

@@ -9,6 +9,7 @@ import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 by it
 import numpy as np
@@ -123,7 +124,8 @@ class Trace:
             "target_digest": self.target.digest,
             "target_config": json.dumps(self.target.raw_config),
         }
-        header, at = {"__metadata__": metadata}, 0
+        header: dict[str, Any] = {"__metadata__": metadata}
+        at = 0
         kinds = {dtype: kind for kind, (dtype, _) in KINDS.items()}
         for name, parts in columns.items():
             shape, size = [sum(map(len, parts)), *parts[0].shape[1:]], sum(part.nbytes for part in parts)
