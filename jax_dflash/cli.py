@@ -47,8 +47,8 @@ def compare(
         raise InputError(f"--dtype {dtype!r}: pass float32 or bfloat16")
     if checkpoint != "builtin" and target is None:
         raise InputError("--checkpoint needs the drafter's own target too; pass --target DIR")
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise InputError(f"--out {out}: expected a file in a directory that exists")
+    if out is not None:
+        _check_out(out)
     from jax_dflash import hub
 
     drafter = ASSETS / "builtin" / "drafter" if checkpoint == "builtin" else hub.resolve(checkpoint, revision)
@@ -125,8 +125,8 @@ def generate(
         raise InputError(f"--loop {loop!r}: pass host or device; PyTorch has the host loop only")
     if checkpoint != "builtin" and target is None:
         raise InputError("--checkpoint needs the drafter's own target too; pass --target DIR")
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise InputError(f"--out {out}: expected a file in a directory that exists")
+    if out is not None:
+        _check_out(out)
     texts = _prompts(prompt, prompts)
     from jax_dflash.sampling_params import SamplingParams
 
@@ -181,8 +181,10 @@ def generate(
 def _prompts(prompt: str | None, path: Path | None) -> list[str]:
     if (prompt is None) == (path is None):
         raise InputError("pass a PROMPT or --prompts FILE, one of them")
-    if path is None:
-        return [prompt or ""]
+    return [prompt or ""] if path is None else _prompts_of(path)
+
+
+def _prompts_of(path: Path) -> list[str]:
     if not path.is_file():
         raise InputError(f"--prompts {path}: no such file")
     try:
@@ -192,6 +194,115 @@ def _prompts(prompt: str | None, path: Path | None) -> list[str]:
     if not lines:
         raise InputError(f"--prompts {path}: no prompt in it; write one a line")
     return lines
+
+
+@app.command()
+def record(
+    out: Annotated[Path, typer.Option(help="The trace, a safetensors file.")],
+    checkpoint: Annotated[
+        str, typer.Option(help="Drafter that says which hidden states: a folder, org/name on the hub, or 'builtin'.")
+    ] = "builtin",
+    target: Annotated[
+        str | None, typer.Option(help="Target: a folder or org/name; needed unless the pair is builtin.")
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A file of prompts, one a line.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Of the shipped held-out excerpts, without --prompts.")] = 16,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128,
+    max_num_seqs: Annotated[int, typer.Option(help="Requests at a time.")] = 8,
+    max_model_len: Annotated[int, typer.Option(help="Positions of a request at most.")] = 1024,
+    device: Annotated[str | None, typer.Option(help="cpu or gpu; default gpu where there is one.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line only.")] = False,
+) -> None:
+    """Write a target's hidden states and tokens of real text, and of its own greedy continuation, to one file."""
+    if dtype not in ("float32", "bfloat16"):
+        raise InputError(f"--dtype {dtype!r}: pass float32 or bfloat16")
+    if checkpoint != "builtin" and target is None:
+        raise InputError("--checkpoint needs the drafter's own target too; pass --target DIR")
+    _check_out(out)
+    texts = None if prompts is None else _prompts_of(prompts)
+    from jax_dflash import hub
+
+    drafter = ASSETS / "builtin" / "drafter" if checkpoint == "builtin" else hub.resolve(checkpoint)
+    whole = ASSETS / "builtin" / "target" if target in (None, "builtin") else hub.resolve(target)
+    device = select_device(device)
+    from jax_dflash import record as verb
+
+    job = verb.RecordJob(
+        out=out,
+        name="builtin" if target in (None, "builtin") else target,
+        target=whole,
+        checkpoint=drafter,
+        prompts=texts,
+        num_prompts=num_prompts,
+        max_new_tokens=max_new_tokens,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        device=device,
+        dtype=dtype,
+    )
+    result = verb.record(job, progress=not as_json)
+    if not as_json:
+        print(
+            f"{result['documents']} documents, {result['tokens']} tokens, {result['generated']} of them the target's own, "
+            f"{result['bytes']:,} bytes: {out}"
+        )
+    print(json.dumps(result))
+
+
+@app.command()
+def judge(
+    trace: Annotated[Path, typer.Argument(help="What `record` wrote.")],
+    checkpoint: Annotated[str, typer.Option(help="Drafter: a folder, org/name on the hub, or 'builtin'.")] = "builtin",
+    target: Annotated[
+        str | None, typer.Option(help="Target of the trace, for the embedding and LM head that a drafter shares.")
+    ] = None,
+    stride: Annotated[int, typer.Option(help="Draft at every so manieth token of the continuations.")] = 1,
+    framework: Annotated[str, typer.Option(help="jax or torch.")] = "jax",
+    device: Annotated[str | None, typer.Option(help="cpu or gpu; default gpu where there is one.")] = None,
+    num_speculative_tokens: Annotated[int | None, typer.Option(help="Drafts; default all of a block.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(help="Documents at a time.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line only.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.")] = None,
+) -> None:
+    """Say how many of a drafter's tokens are the ones that the target wrote in a trace, without running the target."""
+    if framework not in ("jax", "torch"):
+        raise InputError(f"--framework {framework!r}: pass jax or torch")
+    if out is not None:
+        _check_out(out)
+    from jax_dflash import hub
+
+    shipped = checkpoint == "builtin"
+    drafter = ASSETS / "builtin" / "drafter" if shipped else hub.resolve(checkpoint)
+    whole = hub.resolve(target) if target not in (None, "builtin") else None
+    if target == "builtin" or (shipped and target is None):
+        whole = ASSETS / "builtin" / "target"
+    device = select_device(device)
+    from jax_dflash import judge as verb
+
+    job = verb.JudgeJob(
+        trace=trace,
+        checkpoint=drafter,
+        target=whole,
+        pair=checkpoint if shipped else Path(checkpoint).name,
+        stride=stride,
+        framework=framework,
+        device=device,
+        num_speculative_tokens=num_speculative_tokens,
+        max_num_seqs=max_num_seqs,
+    )
+    result = verb.run(job, progress=not as_json)
+    if not as_json:
+        for line in verb.summary(result):
+            print(line)
+    if out is not None:
+        out.write_text(json.dumps(result) + "\n")
+    print(json.dumps(result))
+
+
+def _check_out(out: Path) -> None:
+    if out.is_dir() or not out.parent.is_dir():
+        raise InputError(f"--out {out}: expected a file in a directory that exists")
 
 
 @app.command()

@@ -61,7 +61,7 @@ class Decoder:
         mode: SamplingMode = GREEDY,
         draft_sample_method: str | None = None,
         scheduled_ks: Sequence[int] = (),
-        max_rounds: int = 32,
+        max_rounds: int = 128,
     ):
         self.engine = DraftEngine(
             draft_config,

@@ -17,6 +17,10 @@ from jax_dflash.pages import NULL_PAGE, PageAllocator
 from jax_dflash.sampling_params import SamplingParams
 from jax_dflash.target_batch import TargetBatch, TargetOutput
 
+# Rounds of the first call of a loop on the device; each later one has twice as many, up to its most: the first text comes
+# soon, and what a call costs is shared by many rounds in the end.
+FIRST_ROUNDS = 8
+
 
 class Target(Protocol):
     """A target over paged K/V, whose pages the loop owns: `TargetRunner` of either package."""
@@ -46,7 +50,13 @@ class Rounds(Protocol):
     max_rounds: int
 
     def run(
-        self, batch: "Sequence[Generation]", block_tables: np.ndarray, *, budgets: list[int], stop_at_finish: bool
+        self,
+        batch: "Sequence[Generation]",
+        block_tables: np.ndarray,
+        *,
+        budgets: list[int],
+        num_rounds: int,
+        stop_at_finish: bool,
     ) -> "list[RoundsOf]": ...
 
 
@@ -150,6 +160,7 @@ class DecodeLoop:
         repeat: end a generation whose last so many tokens have occurred before.
         joins_per_step: requests admitted in one step at most.
         on_tokens: called with (generation, new tokens, how many of them were drafts) as they are accepted.
+        on_features: called with each step of the target and its features, also the last of a request.
     """
 
     def __init__(
@@ -170,6 +181,7 @@ class DecodeLoop:
         repeat: int | None = None,
         joins_per_step: int | None = None,
         on_tokens: Callable[[Generation, list[int], int], Any] | None = None,
+        on_features: Callable[[TargetStep, Any], Any] | None = None,
     ):
         self.target, self.drafter, self.rounds = target, drafter, rounds
         self.num_speculative_tokens = num_speculative_tokens if drafter is not None else 0
@@ -177,12 +189,14 @@ class DecodeLoop:
         self.chunk, self.prompts_per_step = chunk, prompts_per_step
         self.eos_token_ids, self.schedule_k, self.repeat = eos_token_ids, schedule_k, repeat
         self.joins_per_step, self.on_tokens = joins_per_step or max_num_seqs, on_tokens
+        self.on_features = on_features
         self.allocator = PageAllocator(num_pages)
         self.waiting: deque[Generation] = deque()
         self.live: list[Generation] = []
         self.finished: list[Generation] = []
         self.num_steps = self.num_verifies = 0
         self._decoded_last = True
+        self._next_rounds = FIRST_ROUNDS
 
     def add(self, prompt: Sequence[int], params: SamplingParams) -> Generation:
         """Queue a prompt. Raises InputError for one that is empty or leaves no position to generate at."""
@@ -257,18 +271,28 @@ class DecodeLoop:
         self.num_steps += 1
         self.num_verifies += decode
         step = self._accept(batch, rows, decode, output)
+        if self.on_features is not None:
+            self.on_features(step, output.features)
         if self.drafter is not None:
             self._draft(batch, step, output.features)
 
     def _run_rounds(self, rounds: Rounds, batch: list[Generation]) -> None:
         """Decode until a request ends, if another waits, or needs pages, or the rounds are used up."""
         budgets = [self._budget(g) for g in batch]
+        num_rounds = min(self._next_rounds, rounds.max_rounds)
+        self._next_rounds *= 2
         for generation, budget in zip(batch, budgets, strict=True):
             Q = self.num_speculative_tokens + 1
-            most = min(rounds.max_rounds * Q, budget) + 2 * Q
+            most = min(num_rounds * Q, budget) + 2 * Q
             wanted = self.pages_for(generation.computed + most) - len(generation.pages)
             generation.pages += self.allocator.allocate(max(0, min(wanted, self.allocator.num_free)))
-        found = rounds.run(batch, self.block_tables(batch), budgets=budgets, stop_at_finish=bool(self.waiting))
+        found = rounds.run(
+            batch,
+            self.block_tables(batch),
+            budgets=budgets,
+            num_rounds=num_rounds,
+            stop_at_finish=bool(self.waiting),
+        )
         for generation, own in zip(batch, found, strict=True):
             for emitted, num_drafts in zip(own.emitted, own.num_verified, strict=True):
                 if generation.finish_reason is None:

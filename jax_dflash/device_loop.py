@@ -99,7 +99,7 @@ class DeviceLoop:
     """
 
     def __init__(
-        self, engine: DraftEngine, runner: TargetRunner, *, eos_token_ids: tuple[int, ...] = (), max_rounds: int = 32
+        self, engine: DraftEngine, runner: TargetRunner, *, eos_token_ids: tuple[int, ...] = (), max_rounds: int = 128
     ):
         self.engine, self.runner = engine, runner
         self.config, self.mode = engine.config, runner.limits.mode
@@ -281,15 +281,21 @@ class DeviceLoop:
         return result
 
     def run(
-        self, batch: Sequence[Generation], block_tables: np.ndarray, *, budgets: list[int], stop_at_finish: bool
+        self,
+        batch: Sequence[Generation],
+        block_tables: np.ndarray,
+        *,
+        budgets: list[int],
+        num_rounds: int,
+        stop_at_finish: bool,
     ) -> list[RoundsOf]:
-        """Decode requests that wait for a verify, until one of the stop conditions holds."""
+        """Decode requests that wait for a verify for `num_rounds` rounds, or until one of the stop conditions holds."""
         n = len(batch)
         N = self.engine.ladder.dispatch(n, n * self.config.query_len, self.config.query_len).padded_reqs
         requests, columns, fixed = self._requests(N), self._columns(N), self._fixed(N)
         requests.active[:n] = fixed.live[:n] = True
         requests.budget[:n] = budgets
-        fixed = fixed._replace(stop_at_finish=np.bool_(stop_at_finish))
+        fixed = fixed._replace(max_rounds=np.int32(num_rounds), stop_at_finish=np.bool_(stop_at_finish))
         fixed.block_tables[:n, : block_tables.shape[1]] = block_tables
         for i, generation in enumerate(batch):
             params, drafts = generation.params, generation.drafts

@@ -109,16 +109,16 @@ def load_decoder(job: GenerateJob):
     )
 
 
-def encode(job: GenerateJob) -> list[list[int]]:
-    """The prompts as tokens. Raises InputError."""
-    tokenizer, rows = excerpts.tokenizer(job.target), []
-    for prompt in job.prompts:
+def encode(target: Path, prompts: list[str], max_model_len: int) -> list[list[int]]:
+    """Prompts as the target's tokens. Raises InputError."""
+    tokenizer, rows = excerpts.tokenizer(target), []
+    for prompt in prompts:
         ids = tokenizer.encode(prompt).ids
         if not ids:
             raise InputError("a prompt is empty; write at least one character")
-        if len(ids) >= job.max_model_len:
+        if len(ids) >= max_model_len:
             raise InputError(
-                f"a prompt of {len(ids)} tokens leaves no room in --max-model-len {job.max_model_len}; "
+                f"a prompt of {len(ids)} tokens leaves no room in --max-model-len {max_model_len}; "
                 "shorten it or raise that"
             )
         rows.append(ids)
@@ -128,7 +128,7 @@ def encode(job: GenerateJob) -> list[list[int]]:
 def generate(job: GenerateJob, stream: TextStream | None, capture_progress: bool = True) -> dict[str, Any]:
     """Decode with and without speculation; the JSON document. `interrupted` is true after Ctrl-C: then it holds what there
     was by then. Raises InputError."""
-    prompts = encode(job)
+    prompts = encode(job.target, job.prompts, job.max_model_len)
     decoder = load_decoder(job)
     decoder.capture(loops=("host", job.loop), progress=capture_progress)
     params = [job.params] * len(prompts)

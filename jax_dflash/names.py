@@ -100,6 +100,12 @@ def target_tensors(config: TargetConfig) -> Shapes:
     }
 
 
+def target_tables(config: TargetConfig) -> Shapes:
+    """The two of them that drafters share: the embedding and the LM head."""
+    tables = ("model.embed_tokens.weight", "lm_head.weight")
+    return {name: shape for name, shape in target_tensors(config).items() if name in tables}
+
+
 def canonical(name: str) -> str:
     """A published spelling of a drafter's tensor as its canonical name."""
     for spelling, plain in SPELLINGS:

@@ -1,228 +1,206 @@
-"""Traces: the target's hidden states and tokens of real text in one file, on which drafters are judged without a target.
+"""Traces: a target's hidden states and tokens of real text in one file, on which drafters are judged without the target.
 
-D documents end to end, T tokens of all, F feature width, K drafts.
+T tokens of one document, F feature width. Plain Python and numpy.
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+import os
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
+import ml_dtypes  # noqa: F401  numpy knows bfloat16 by it
 import numpy as np
 from jaxtyping import Float, Int
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors import safe_open
 
-from jax_dflash.batch import TargetStep
-from jax_dflash.config import DraftConfig, InputError
-from jax_dflash.decoding import DecodeLoop, Target
-from jax_dflash.sampling_params import SamplingParams
+from jax_dflash.config import (
+    DraftConfig,
+    InputError,
+    TargetConfig,
+    config_path,
+    parse_target_config,
+    read_json,
+)
+from jax_dflash.stored import KINDS, Source, Stored, read_header, stored_tensors
 
 FORMAT = "jax-dflash trace 1"
+COLUMNS = {"lengths": ("I32",), "prompt_lengths": ("I32",), "tokens": ("I32",), "features": ("F32", "BF16")}
+PIECES, PIECE = 16, 4096
+
+
+def target_digest(directory: str | Path) -> str:
+    """What names a target: SHA-256 of its configuration and of every tensor's name, dtype, shape and 16 pieces of 4 KiB,
+    evenly spread. It reads 64 KiB of a tensor at most, however large that is, and does not depend on how they are split
+    into files; a change that spares all pieces goes unseen. Raises InputError."""
+    digest = hashlib.sha256(json.dumps(read_json(config_path(directory)), sort_keys=True).encode())
+    for tensor in sorted(stored_tensors(directory), key=lambda tensor: tensor.name):
+        digest.update(json.dumps([tensor.name, tensor.kind, tensor.shape]).encode())
+        last = max(0, tensor.num_bytes - PIECE)
+        with tensor.open() as handle:
+            for start in sorted({last * i // (PIECES - 1) for i in range(PIECES)}):
+                handle.seek(tensor.start + start)
+                digest.update(handle.read(min(PIECE, tensor.num_bytes - start)))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class TracedTarget:
+    """The target of a trace: a name for people, `target_digest`, and its config.json, so that a drafter's fit is known
+    without its folder."""
+
+    name: str
+    digest: str
+    raw_config: dict
+
+    @classmethod
+    def of(cls, directory: str | Path, name: str) -> "TracedTarget":
+        """A published folder. Raises InputError."""
+        return cls(name, target_digest(directory), read_json(config_path(directory)))
+
+    @property
+    def config(self) -> TargetConfig:
+        """Raises InputError."""
+        return parse_target_config(self.raw_config, f"the trace's target {self.name}")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A prompt of real text and, behind its `prompt_length` tokens, the target's own greedy continuation.
+
+    Row i of `features` holds token i's hidden states side by side, in the dtype that they were computed in. The last token
+    never went through the target, so there is a row less than tokens.
+    """
+
+    tokens: Int[np.ndarray, "T"]
+    features: Float[np.ndarray, "T-1 F"]
+    prompt_length: int
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Documents of a target: a prompt of real text and, behind it, the target's own greedy continuation.
+    """Documents of one target, at least one, with its hidden states at `hidden_state_indices`."""
 
-    `features` are hidden states at `hidden_state_indices`, side by side, in the dtype that they were computed in. The last
-    token of each document has none: it was never run.
-    """
-
-    tokens: Int[np.ndarray, "T"]
-    features: Float[np.ndarray, "T F"]
-    lengths: Int[np.ndarray, "D"]
-    prompt_lengths: Int[np.ndarray, "D"]
+    documents: list[Document]
     hidden_state_indices: tuple[int, ...]
-    target: str
+    target: TracedTarget
 
-    def documents(self) -> list[tuple[np.ndarray, np.ndarray, int]]:
-        """(tokens, features, prompt length) of each document."""
-        ends = np.cumsum(self.lengths)
-        rows = zip(ends - self.lengths, ends, self.prompt_lengths, strict=True)
-        return [(self.tokens[a:b], self.features[a:b], int(n)) for a, b, n in rows]
+    @property
+    def dtype(self) -> str:
+        """The features' dtype by name: float32 or bfloat16."""
+        return self.documents[0].features.dtype.name
 
     def save(self, path: str | Path) -> None:
-        """One safetensors file, whole or not at all."""
-        arrays = {name: np.ascontiguousarray(getattr(self, name)) for name in ARRAYS}
-        meta = {"hidden_state_indices": list(self.hidden_state_indices), "target": self.target}
-        part = Path(path).with_name(Path(path).name + ".part")
-        save_file(arrays, part, metadata={"format": FORMAT, "trace": json.dumps(meta)})
-        part.replace(path)
+        """One safetensors file, whole or not at all: an interrupted save leaves what was there. Raises InputError."""
+        path = Path(path)
+        columns = {
+            "lengths": [np.array([len(document.tokens) for document in self.documents], np.int32)],
+            "prompt_lengths": [np.array([document.prompt_length for document in self.documents], np.int32)],
+            "tokens": [document.tokens for document in self.documents],
+            "features": [document.features for document in self.documents],
+        }
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                file.write(self._header(columns))
+                for parts in columns.values():
+                    for part in parts:
+                        file.write(np.ascontiguousarray(part).view(np.uint8).data)
+            os.replace(partial, path)
+        except OSError as error:
+            raise InputError(f"{path}: not written ({error.strerror}); make room or pass another path") from None
+        finally:
+            partial.unlink(missing_ok=True)
 
-
-ARRAYS = ("tokens", "features", "lengths", "prompt_lengths")
+    def _header(self, columns: dict[str, list[np.ndarray]]) -> bytes:
+        """safetensors' header, padded so that values lie at multiples of 8 bytes. The library's own writer wants each
+        column in one piece, which would hold all features twice."""
+        metadata = {
+            "format": FORMAT,
+            "hidden_state_indices": json.dumps(self.hidden_state_indices),
+            "target": self.target.name,
+            "target_digest": self.target.digest,
+            "target_config": json.dumps(self.target.raw_config),
+        }
+        header: dict[str, Any] = {"__metadata__": metadata}
+        at = 0
+        kinds = {dtype: kind for kind, (dtype, _) in KINDS.items()}
+        for name, parts in columns.items():
+            shape, size = [sum(map(len, parts)), *parts[0].shape[1:]], sum(part.nbytes for part in parts)
+            header[name] = {"dtype": kinds[parts[0].dtype.name], "shape": shape, "data_offsets": [at, at + size]}
+            at += size
+        raw = json.dumps(header).encode()
+        raw += b" " * (-len(raw) % 8)
+        return struct.pack("<Q", len(raw)) + raw
 
 
 def load_trace(path: str | Path) -> Trace:
-    """A saved trace. Raises InputError."""
+    """A saved trace. Raises InputError for a file that is none, or one that contradicts itself."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such file; write a trace with `python -m jax_dflash record --out FILE`")
+    stored = {tensor.name: tensor for tensor in read_header(path)}
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata() or {}
+    if metadata.get("format") != FORMAT:
+        raise InputError(f"{path}: not a trace; write one with `python -m jax_dflash record --out FILE`")
     try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
-                raise InputError(f"{path}: not a trace; write one with `python -m jax_dflash record`")
-            arrays = {name: file.get_tensor(name) for name in ARRAYS}
-            meta = json.loads(metadata["trace"])
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path}: not to be read as a trace ({error})") from None
-    if not len(arrays["tokens"]) == len(arrays["features"]) == arrays["lengths"].sum():
-        raise InputError(f"{path}: its lengths do not add up to its tokens and features")
-    return Trace(**arrays, hidden_state_indices=tuple(meta["hidden_state_indices"]), target=meta["target"])
+        raw_config, indices = json.loads(metadata["target_config"]), json.loads(metadata["hidden_state_indices"])
+        target = TracedTarget(metadata["target"], metadata["target_digest"], dict(raw_config))
+        hidden_state_indices = tuple(map(int, indices))
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
+        raise InputError(f"{path}: its metadata is not a trace's ({type(error).__name__}: {error})") from None
+    config = target.config
+    for name, kinds in COLUMNS.items():
+        if name not in stored or stored[name].kind not in kinds or len(stored[name].shape) != 1 + (name == "features"):
+            raise InputError(f"{path}: no tensor {name} of a trace's form in it; record it again")
+    lengths, prompt_lengths, tokens = (_read(stored[name]) for name in ("lengths", "prompt_lengths", "tokens"))
+    features = stored["features"]
+    wrong = {
+        "a document without a continuation, or a prompt": len(lengths) == 0
+        or lengths.shape != prompt_lengths.shape
+        or (prompt_lengths < 1).any()
+        or (prompt_lengths >= lengths).any(),
+        "lengths that do not add up to its tokens and features": lengths.sum() != len(tokens)
+        or (lengths - 1).sum() != features.shape[0],
+        "hidden states that its target has not": not hidden_state_indices
+        or not all(0 <= i <= config.geometry.num_layers for i in hidden_state_indices)
+        or features.shape[1] != len(hidden_state_indices) * config.geometry.hidden_size,
+        "tokens outside the target's vocabulary": (tokens < 0).any() or (tokens >= config.vocab_size).any(),
+        "features that are infinite or NaN": not features.all_finite(),
+    }
+    if told := [what for what, holds in wrong.items() if holds]:
+        raise InputError(f"{path}: the trace has {told[0]}; record it again")
+    documents, end = [], 0
+    for number, (length, prompt_length) in enumerate(zip(lengths.tolist(), prompt_lengths.tolist(), strict=True)):
+        start, end = end, end + length
+        rows = _read(features, (start - number, end - number - 1))
+        documents.append(Document(tokens[start:end], rows, prompt_length))
+    return Trace(documents, hidden_state_indices, target)
 
 
-class Recorder:
-    """Stands for a drafter in a loop that decodes plainly, and keeps the features that it is shown."""
-
-    draft_logits = None
-
-    def __init__(self, to_numpy: Callable[[Any], np.ndarray] = np.asarray):
-        self.to_numpy = to_numpy
-        self.rows: dict[int, dict[int, np.ndarray]] = {}
-
-    def add_request(self, request_id, num_prompt_tokens: int = 0, cached_tokens: int = 0, params=None) -> None:
-        self.rows.setdefault(request_id, {})
-
-    def remove_request(self, request_id) -> None:
-        """What was recorded stays."""
-
-    def request_index(self, request_id) -> int:
-        return -1
-
-    def propose(self, step: TargetStep, features: Any, num_speculative_tokens: int | None = None) -> np.ndarray:
-        """Keep every row by its position; no drafts."""
-        assert step.start_position is not None, "the loop names it"
-        rows, first = self.to_numpy(features), np.cumsum(step.num_context) - step.num_context
-        columns = zip(step.request_ids, step.start_position, step.num_context, first, strict=True)
-        for request_id, start, count, at in columns:
-            for i in range(count):
-                self.rows[request_id][int(start) + i] = rows[at + i]
-        return np.zeros((len(step.request_ids), 0), np.int32)
+def _read(stored: Stored, rows: tuple[int, int] | None = None) -> np.ndarray:
+    source = Source(stored, rows)
+    return source.read().view(np.dtype(stored.dtype)).reshape(source.shape)
 
 
-def record(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    hidden_state_indices: tuple[int, ...],
-    name: str,
-    eos_token_ids: tuple[int, ...] = (),
-    repeat: int | None = None,
-    to_numpy: Callable[[Any], np.ndarray] = np.asarray,
-    advance: Callable[[int], Any] = lambda finished: None,
-    **sizes: Any,
-) -> Trace:
-    """Run prompts and their greedy continuations through a target. `sizes` are those of a `DecodeLoop`; `advance` is told
-    how many documents are done."""
-    recorder = Recorder(to_numpy)
-    loop = DecodeLoop(
-        target, recorder, **(sizes | {"num_speculative_tokens": 0}), eos_token_ids=eos_token_ids, repeat=repeat
-    )
-    for prompt in prompts:
-        loop.add(prompt, SamplingParams(max_new_tokens=max_new_tokens))
-    while not loop.done:
-        loop.step()
-        advance(len(loop.finished))
-    documents = sorted(loop.finished, key=lambda g: g.request_id)
-    tokens, features = [], []
-    for document in documents:
-        rows = recorder.rows[document.request_id]
-        length = len(document.tokens)
-        tokens += document.tokens
-        features += [rows[i] for i in range(length - 1)] + [np.zeros_like(rows[0])]
-    return Trace(
-        tokens=np.array(tokens, np.int32),
-        features=np.stack(features),
-        lengths=np.array([len(d.tokens) for d in documents], np.int32),
-        prompt_lengths=np.array([len(d.prompt) for d in documents], np.int32),
-        hidden_state_indices=hidden_state_indices,
-        target=name,
-    )
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How a drafter fares on a trace: `accepted[i]` drafts of the i-th anchor were the trace's own next tokens."""
-
-    accepted: np.ndarray
-    num_speculative_tokens: int
-
-    @property
-    def accepted_length(self) -> float:
-        """Tokens per verify, the target's own included, if every position were an anchor."""
-        return 1 + float(np.mean(self.accepted)) if len(self.accepted) else float("nan")
-
-    @property
-    def acceptance_by_position(self) -> list[float]:
-        """The share of anchors at which the first i + 1 drafts were right."""
-        if not len(self.accepted):
-            return []
-        return [float(np.mean(self.accepted > i)) for i in range(self.num_speculative_tokens)]
-
-
-def judge(engine: Any, trace: Trace, *, stride: int = 1, advance: Callable[[int], Any] = lambda done: None) -> Verdict:
-    """Draft at every `stride`-th position of the target's own text, the context before it given (teacher-forced), and count
-    the drafts that the text goes on with. Greedy drafts; `engine` is a captured `DraftEngine` of either package. Raises
-    InputError for the trace of another target's hidden states."""
-    config: DraftConfig = engine.config.draft
-    K = engine.config.num_speculative_tokens
-    check_trace(trace, config)
-    documents = trace.documents()
-    accepted: list[int] = []
-    for first in range(0, len(documents), engine.config.max_num_seqs):
-        batch = documents[first : first + engine.config.max_num_seqs]
-        live = {first + i: document for i, document in enumerate(batch)}
-        at = dict.fromkeys(live, 0)
-        for name, (tokens, _, _) in live.items():
-            engine.add_request(name, len(tokens))
-        while live:
-            counts = {name: _next_rows(engine, at[name], document[2], stride) for name, document in live.items()}
-            ended = [name for name, (tokens, _, _) in live.items() if at[name] + counts[name] + K >= len(tokens)]
-            for name in ended:
-                engine.remove_request(name)
-                del live[name]
-            if not live:
-                break
-            names = list(live)
-            ends = {name: at[name] + counts[name] for name in names}
-            rows = np.concatenate([live[name][1][at[name] : ends[name]] for name in names])
-            count = np.array([counts[name] for name in names], np.int32)
-            step = TargetStep(
-                request_ids=names,
-                num_context=count,
-                num_rejected=0 * count,
-                num_sampled=0 * count + 1,
-                last_sampled=np.array([live[name][0][ends[name]] for name in names], np.int32),
-                next_prefill=0 * count,
-            )
-            for name, drafts in zip(names, engine.propose(step, rows), strict=True):
-                at[name] = ends[name]
-                tokens, _, prompt = live[name]
-                if at[name] >= prompt:
-                    right = drafts == tokens[at[name] + 1 : at[name] + 1 + K]
-                    accepted.append(int(np.cumprod(right).sum()))
-        advance(min(first + len(batch), len(documents)))
-    return Verdict(np.array(accepted, np.int64), K)
-
-
-def _next_rows(engine: Any, at: int, prompt: int, stride: int) -> int:
-    """Context rows before a document's next anchor: its prompt in chunks that fit beside the others, then strides."""
-    if at >= prompt:
-        return stride
-    return min(prompt - at, engine.config.max_num_batched_tokens // engine.config.max_num_seqs)
-
-
-def check_trace(trace: Trace, config: DraftConfig) -> None:
-    """Whether a drafter reads such features. Raises InputError."""
-    if trace.hidden_state_indices != config.hidden_state_indices or trace.features.shape[1] != config.feature_size:
+def check_features(trace: Trace, draft: DraftConfig) -> None:
+    """Refuse a drafter that does not read the trace's hidden states. Raises InputError."""
+    width = trace.target.config.geometry.hidden_size
+    if (draft.hidden_state_indices, draft.target_hidden_size) != (trace.hidden_state_indices, width):
         raise InputError(
-            f"the trace of {trace.target} holds hidden states {list(trace.hidden_state_indices)}, "
-            f"{trace.features.shape[1]} wide in all; the drafter reads {list(config.hidden_state_indices)}, "
-            f"{config.feature_size} wide; record one of its own target"
+            f"the trace holds hidden states {list(trace.hidden_state_indices)} of {trace.target.name}, {width} wide, the "
+            f"drafter reads {list(draft.hidden_state_indices)}, {draft.target_hidden_size} wide; record a trace of its own "
+            "target with --checkpoint of this drafter"
         )
-    if trace.features.dtype not in (np.float32, ml_dtypes.bfloat16):
-        raise InputError(f"the trace's features are {trace.features.dtype}; expected float32 or bfloat16")
+
+
+def check_target(trace: Trace, directory: str | Path) -> None:
+    """Refuse a target other than the trace's. Raises InputError."""
+    if (digest := target_digest(directory)) != trace.target.digest:
+        raise InputError(
+            f"{directory}: not the target of this trace, {trace.target.name}: its digest is {digest[:12]}, the trace's "
+            f"{trace.target.digest[:12]}; pass that target or record this one"
+        )

@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Array
 from safetensors.flax import save_file
 
-from jax_dflash.config import DraftConfig, Geometry
+from jax_dflash.config import DraftConfig, Geometry, TargetConfig
 from jax_dflash.layers import LayerWeights
 from jax_dflash.mask_embedding import MASK_EMBEDDING, MASK_FILES, check_mask_files
-from jax_dflash.names import Shapes, checked_d2t, match, match_draft
+from jax_dflash.names import Shapes, checked_d2t, match, match_draft, target_tables
 from jax_dflash.stored import Source, read_tensors, stored_tensors
 
 
@@ -41,6 +41,16 @@ def _read(sources: dict[str, Source], dtype: jnp.dtype | None) -> dict[str, Arra
         return (value if dtype is None else value.astype(dtype)).block_until_ready()
 
     return read_tensors(sources, convert)
+
+
+def load_tables(directory: str | Path, config: TargetConfig, dtype: jnp.dtype | None = None) -> tuple[Array, Array]:
+    """A target's embedding and LM head, which drafters share, and nothing else of it; a tied head is the embedding. Raises
+    InputError."""
+    expected = target_tables(config)
+    stored = [tensor for tensor in stored_tensors(directory) if tensor.name in expected]
+    values = _read(match(stored, expected).checked(), dtype)
+    embed_tokens = values["model.embed_tokens.weight"]
+    return embed_tokens, embed_tokens if config.tie_word_embeddings else values["lm_head.weight"]
 
 
 def save_tensors(directory: str | Path, values: dict[str, Array]) -> None:

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from jax_dflash.config import DraftConfig, Geometry
+from jax_dflash.config import DraftConfig, Geometry, TargetConfig
 from jax_dflash.mask_embedding import MASK_EMBEDDING, MASK_FILES, check_mask_files
-from jax_dflash.names import Shapes, checked_d2t, match, match_draft
+from jax_dflash.names import Shapes, checked_d2t, match, match_draft, target_tables
 from jax_dflash.stored import Source, read_tensors, stored_tensors
 from torch_ref.layers import LayerWeights
 
@@ -40,6 +40,18 @@ def _read(sources: dict[str, Source], dtype: torch.dtype | None, device: torch.d
         sources,
         lambda raw, kind, shape: torch.from_numpy(raw).view(getattr(torch, kind)).reshape(shape).to(device, dtype),
     )
+
+
+def load_tables(
+    directory: str | Path, config: TargetConfig, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """A target's embedding and LM head, which drafters share, and nothing else of it; a tied head is the embedding. Raises
+    InputError."""
+    expected = target_tables(config)
+    stored = [tensor for tensor in stored_tensors(directory) if tensor.name in expected]
+    values = _read(match(stored, expected).checked(), dtype, device)
+    embed_tokens = values["model.embed_tokens.weight"]
+    return embed_tokens, embed_tokens if config.tie_word_embeddings else values["lm_head.weight"]
 
 
 def save_tensors(directory: str | Path, values: dict[str, Tensor]) -> None:
