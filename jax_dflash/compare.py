@@ -144,7 +144,7 @@ def run_lockstep(
     engine = drafters.engines.jax
     Q, sizes = engine.config.query_len, DecoderSizes.of(engine.config, engine.ladder, CHUNK)
     # One bucket: the drafters are compared here, and a target program compiles for seconds.
-    one_bucket = {
+    one_bucket: dict[str, Any] = {
         "widths": (Q, CHUNK),
         "max_num_batched_tokens": job.max_num_seqs * max(Q, CHUNK),
         "ladder": BucketLadder([job.max_num_seqs * Q], max_num_seqs=job.max_num_seqs, query_lens=Q),

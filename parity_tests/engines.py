@@ -59,7 +59,8 @@ def make_engine(kind: str, *, fill: float | None = None, **options):
     arguments = LIMITS._asdict() | {"ladder": LADDER} | options
     if kind == "jax":
         engine = jax_dflash.engine.DraftEngine(CONFIG, weights_of("jax"), **arguments)
-        engine.programs, engine.captured = jax_programs(), True
+        engine.programs = engine.scheduled[engine.config.num_speculative_tokens] = jax_programs()
+        engine.captured = True
     else:
         device = "cuda" if kind == "cuda_graph" else "cpu"
         weights = jax.tree.map(lambda x: x.to(device), weights_of("torch"))

@@ -60,7 +60,8 @@ def engine(compiled, weights):
 def fresh(compiled, weights, **changes) -> DraftEngine:
     arguments = {"max_num_seqs": R, "max_model_len": LEN, "num_speculative_tokens": K, "page_size": PAGE}
     engine = DraftEngine(CONFIG, weights, **arguments | {"max_num_batched_tokens": 48} | changes)
-    engine.programs, engine.captured = compiled.programs, True
+    engine.programs = engine.scheduled[engine.config.num_speculative_tokens] = compiled.programs
+    engine.captured = True
     return engine
 
 
