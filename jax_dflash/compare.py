@@ -70,7 +70,7 @@ class CompareJob:
 
 
 class Drafters:
-    """The pair, and its drafter in every form that is compared."""
+    """The pair, and its drafter in every form that is compared; their pages are the loop's."""
 
     def __init__(self, job: CompareJob, progress: bool):
         dtype = numerics.as_dtype(job.dtype)
@@ -80,10 +80,10 @@ class Drafters:
         self.target_weights = jax_target.pack_target(target, self.target_config)
         shared = self.target_weights.embed_tokens, self.target_weights.lm_head
         weights = jax_drafter.pack_drafter(drafter, self.draft_config, *shared)
-        sizes = engine_sizes(job) | {"external_pages": True}  # the loop's, as the target's
+        sizes = engine_sizes(job)
 
         def jax_engine(taps: int) -> DraftEngine:
-            engine = DraftEngine(self.draft_config, weights, taps=taps, **sizes)
+            engine = DraftEngine(self.draft_config, weights, taps=taps, external_pages=True, **sizes)
             engine.capture(progress=progress and not taps)
             return engine
 
@@ -94,7 +94,9 @@ class Drafters:
             target_config, target = torch_target.load_target(job.target, kind, device)
             shared = torch_target.pack_target(target, target_config)
             weights = torch_drafter.pack_drafter(drafter, config, shared.embed_tokens, shared.lm_head)
-            engine = TorchEngine(config, weights, mode=mode, attention=attention, taps=taps, **sizes)
+            engine = TorchEngine(
+                config, weights, mode=mode, attention=attention, taps=taps, external_pages=True, **sizes
+            )
             engine.capture(progress=progress and mode == "cuda_graph")
             return engine
 
@@ -144,7 +146,7 @@ def run_lockstep(
     engine = drafters.engines.jax
     Q, sizes = engine.config.query_len, DecoderSizes.of(engine.config, engine.ladder, CHUNK)
     # One bucket: the drafters are compared here, and a target program compiles for seconds.
-    one_bucket = {
+    one_bucket: dict[str, Any] = {
         "widths": (Q, CHUNK),
         "max_num_batched_tokens": job.max_num_seqs * max(Q, CHUNK),
         "ladder": BucketLadder([job.max_num_seqs * Q], max_num_seqs=job.max_num_seqs, query_lens=Q),

@@ -174,7 +174,7 @@ class Lockstep:
                 for engine in (engines.oracle, engines.torch, engines.fused)
             )
             tally.compare_tokens(bucket, drafts, torch_drafts, np.stack(logits), exact)
-            for row in np.flatnonzero(step.num_sampled):  # an unfinished prompt has no use for its drafts
+            for row in np.flatnonzero(step.num_sampled).tolist():  # an unfinished prompt has no use for its drafts
                 self._to_verify[step.request_ids[row]] = drafts[row], torch_drafts[row]
         return drafts
 

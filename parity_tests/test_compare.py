@@ -11,6 +11,7 @@ import torch
 
 import torch_ref.drafter
 from jax_dflash import compare, excerpts, lockstep, steptime
+from jax_dflash.batch import TargetStep
 from jax_dflash.buckets import BucketLadder, GraphMode
 from jax_dflash.cli import ASSETS
 from jax_dflash.config import InputError
@@ -180,6 +181,43 @@ def test_yarn_s_option_on_the_command_line(monkeypatch, capsys):
         code, _, err = run_verb(monkeypatch, capsys, "compare", "--device", "cpu", "--json", *options)
         assert code == 0, err
     assert [job.yarn_attention for job in jobs] == ["mscale", "ignore-mscale"]
+
+
+class ToldEngine:
+    """An engine that drafts and taps what it is told."""
+
+    config = SimpleNamespace(draft=SimpleNamespace(geometry=SimpleNamespace(num_layers=1)))
+
+    def __init__(self, **taps):
+        self.last_taps = {name: torch.tensor(value) for name, value in taps.items()}
+
+    def propose(self, step, features, num_speculative_tokens):
+        return np.zeros((len(step.request_ids), num_speculative_tokens), np.int32)
+
+
+def test_context_stored_without_drafting_is_compared():
+    """Would catch: chunks of a prompt that no tap compares, or a padded row of such a step that is stored."""
+    stored = {"features": [[1.0], [2.0]], "context_positions": [0, 1], "combined": [[3.0], [4.0]]}
+    stored |= {"context_k": [[[[5.0]], [[6.0]]]], "context_v": [[[[7.0]], [[8.0]]]]}
+    right = ToldEngine(**stored, context_slots=[16, 17])
+    padded = {"context_slots": [16, 17, 18], "context_positions": [0, 1, 0], "context_v": [[[[7.0]], [[8.8]], [[0.0]]]]}
+    drafter = lockstep.Lockstep(
+        lockstep.Engines(
+            jax=right, tapped=ToldEngine(**stored | padded), torch=right, oracle=right, fused=right, graph=None
+        ),
+        max_error=1e-5,
+    )
+    one = np.ones(1, np.int32)
+    step = TargetStep(
+        request_ids=[0], num_context=2 * one, num_rejected=0 * one, num_sampled=0 * one, last_sampled=0 * one,
+        next_prefill=one,
+    )  # fmt: skip
+    assert drafter.propose(step, np.zeros((2, 1)), 0).shape == (1, 0)
+    assert drafter.tally.faults == [
+        "padded context rows of stored context have slots",
+        "context_v of stored context differs by 7.53e-02 (limit 1e-05)",
+    ]
+    assert drafter.tally.tokens_compared == 0 and set(drafter.tally.by_bucket) == {lockstep.NO_BUCKET}
 
 
 @pytest.mark.parametrize("theirs, new, count", [
