@@ -5,13 +5,14 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 ORACLES := .venv-oracles
 
-.PHONY: help setup test compare parity mutate oracles lint types
+.PHONY: help setup test compare parity mutate oracles lossless lint types
 
 help:
 	@echo "make compare   draft in JAX and PyTorch in lockstep on the shipped pair, and time both"
 	@echo "make parity    whether JAX and PyTorch compute the same function, tap by tap, against a float64 oracle"
 	@echo "make mutate    plant bugs in both and see that the parity harness finds each"
 	@echo "make oracles   the public DFlash packages against ours, in an environment of their own (1.2 GB)"
+	@echo "make lossless  every text that of plain greedy decoding, over the whole grid (hours; goes on where it stopped)"
 	@echo "make test      run the tests"
 	@echo "make lint      ruff"
 	@echo "make types     pyright, which needs Node.js or fetches it"
@@ -50,6 +51,9 @@ $(ORACLES)/.installed: constraints/oracles.txt
 
 oracles: $(STAMP) $(ORACLES)/.installed
 	@$(RUN) -m parity_tests.oracles.agreement --venv $(ORACLES)
+
+lossless: $(STAMP)
+	@$(RUN) -m parity_tests.lossless
 
 lint: $(STAMP)
 	@$(RUN) -m ruff check .

@@ -130,14 +130,15 @@ class Decoder:
         loop: str = "host",
         speculate: bool = True,
         drafter: Any = None,
+        max_num_seqs: int | None = None,
         schedule_k: Callable[[int], int] | None = None,
         on_tokens: Callable[[Generation, list[int], int], Any] | None = None,
         generations: list[Generation] | None = None,
     ) -> list[Generation]:
         """Continue each prompt; the generations in the order of the prompts. `loop="device"` runs rounds without the host;
         `speculate=False` decodes plainly, one token a step; another `drafter` with the engine's call surface takes its
-        place in the host loop. `generations` is filled at the start, so that who interrupts has the texts so far; the
-        decoder can be used again then. Raises InputError."""
+        place in the host loop; `max_num_seqs` lets fewer requests run at a time. `generations` is filled at the start, so
+        that who interrupts has the texts so far; the decoder can be used again then. Raises InputError."""
         if loop not in LOOPS:
             raise InputError(f"loop={loop!r}: pass one of {', '.join(LOOPS)}")
         decoding = DecodeLoop(
@@ -147,6 +148,6 @@ class Decoder:
             eos_token_ids=self.target_config.eos_token_ids,
             schedule_k=schedule_k,
             on_tokens=on_tokens,
-            **self.sizes.loop,
+            **(self.sizes.loop | ({} if max_num_seqs is None else {"max_num_seqs": max_num_seqs})),
         )
         return decoding.generate(prompts, params, generations)

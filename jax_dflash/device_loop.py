@@ -104,9 +104,13 @@ class DeviceLoop:
         self.engine, self.runner = engine, runner
         self.config, self.mode = engine.config, runner.limits.mode
         self.eos_token_ids, self.max_rounds = eos_token_ids, max_rounds
-        self.weights = engine.programs.weights, runner.weights
         self.programs: dict[int, Compiled] = {}
         self.waited = 0.0  # seconds, for results of the device
+
+    @property
+    def weights(self) -> Weights:
+        """The drafter's and the target's."""
+        return self.engine.programs.weights, self.runner.weights
 
     def fits(self, computed: Int[Array, "N"], num_pages: Int[Array, "N"]) -> Bool[Array, "N"]:
         """Whether a request's pages cover the rows of a round and the block that is drafted after it."""

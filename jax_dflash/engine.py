@@ -122,6 +122,17 @@ class DraftEngine:
     def state(self, state: DraftState) -> None:
         self._state = state
 
+    def set_weights(self, weights: DraftWeights) -> None:
+        """Draft with other weights of the same shapes, through the programs that are there. Raises InputError."""
+
+        def kind(tree):
+            return jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+
+        if kind(weights) != kind(self.programs.weights):
+            raise InputError("these weights have other shapes or dtypes; make a new DraftEngine for them")
+        for programs in self.scheduled.values():
+            programs.set_weights(weights)
+
     def capture(self, *, progress: bool = True) -> None:
         """Compile and warm up every bucket, largest first. The pools keep their bits."""
         for programs in self.scheduled.values():

@@ -127,14 +127,19 @@ class Programs:
         self.config, self.ladder = config, ladder
         self.context_in_program, self.taps = context_in_program, taps
         self.compiler_options = COMPILER_OPTIONS | (compiler_options or {})
-        leaves, self._treedef = jax.tree.flatten(weights)
-        self.weights, self._leaves = weights, tuple(leaves)
+        self.set_weights(weights)
         self.dtype = weights.fc.dtype
         self.steps: dict[BatchDescriptor, Compiled] = {}
         self.contexts: dict[int, Compiled] = {}
         self.eager: dict[int, Compiled] = {}
         self.report: list[CaptureRow] = []
         self._blank: dict[int, jax.Array] = {}
+
+    def set_weights(self, weights: DraftWeights) -> None:
+        """What the programs are called with: of the shapes that they are compiled for."""
+        self.weights = weights
+        leaves, self._treedef = jax.tree.flatten(weights)
+        self._leaves = tuple(leaves)
 
     def context_rows(self, num_reqs: int) -> int:
         """Context rows that a step of this bucket stores itself."""

@@ -116,6 +116,7 @@ class Decoder:
         loop: str = "host",
         speculate: bool = True,
         drafter: Any = None,
+        max_num_seqs: int | None = None,
         schedule_k: Callable[[int], int] | None = None,
         on_tokens: Callable[[Generation, list[int], int], Any] | None = None,
         generations: list[Generation] | None = None,
@@ -128,7 +129,7 @@ class Decoder:
             eos_token_ids=self.target_config.eos_token_ids,
             schedule_k=schedule_k,
             on_tokens=on_tokens,
-            **self.sizes.loop,
+            **(self.sizes.loop | ({} if max_num_seqs is None else {"max_num_seqs": max_num_seqs})),
         )
         return decoding.generate(prompts, params, generations)
 

@@ -99,6 +99,12 @@ class DraftEngine:
         self.captured = self._lost = False
         self.last_taps: dict[str, Tensor] = {}
 
+    def set_weights(self, weights: DraftWeights) -> None:
+        """Draft with other weights. Raises InputError where graphs hold the ones they were captured with."""
+        if self.graphs is not None:
+            raise InputError("CUDA graphs hold their weights; make a new DraftEngine, or pass mode='eager'")
+        self.weights = weights
+
     @torch.inference_mode()
     def capture(self, *, progress: bool = True) -> None:
         """Capture every bucket's graph, largest first; eager mode has nothing to capture."""

@@ -1,0 +1,66 @@
+"""The text is the target's own greedy text: a part of the grid of `lossless.py` in which any two of its factors meet."""
+
+import functools
+
+import pytest
+
+from jax_dflash.decoding import accepted_length
+from jax_dflash.programs import num_compiles
+from parity_tests import lossless
+from parity_tests.lossless import BATCHES, DRAFTERS, KS, Cell
+
+PROMPTS, TOKENS = 8, 48
+
+
+@functools.cache
+def made(framework: str, K: int, page_size: int):
+    """A decoder, its trained draft weights and the target's own texts."""
+    decoder = lossless.decoder(framework, K, page_size, buckets=(8,))
+    return decoder, lossless.draft_weights(decoder), lossless.plain(decoder, PROMPTS, TOKENS)
+
+
+def cells() -> list[Cell]:
+    """JAX runs every batch size with every K, PyTorch the pages that JAX leaves out."""
+    found = []
+    for i, K in enumerate(KS):
+        for batch in BATCHES:
+            loop = ("host", "device")[(batch + i) % 2]
+            drafter = DRAFTERS[(batch // 2 + i) % (3 if loop == "host" else 2)]
+            found.append(Cell("jax", loop, K, (4, 16)[i % 2], drafter, batch))
+        for batch in (2 * i + 1, 2 * i + 2):
+            found.append(Cell("torch", "host", K, (16, 4)[i % 2], DRAFTERS[(batch + i) % 3], batch))
+    return found
+
+
+def test_any_two_factors_meet():
+    """A covering set that covers less than it says: a fault of one page size with one K would go unseen."""
+    grid = lossless.grid()
+    for a in range(len(Cell._fields)):
+        for b in range(a):
+            together = {(cell[a], cell[b]) for cell in cells()}
+            # The frameworks' way through the grid, and what a batch size meets beside K and the loop, are the whole grid's.
+            if {Cell._fields[a], Cell._fields[b]} not in (
+                {"batch", "page_size"}, {"batch", "drafter"}, {"batch", "framework"},
+            ):  # fmt: skip
+                assert together == {(cell[a], cell[b]) for cell in grid}, (Cell._fields[a], Cell._fields[b])
+
+
+@pytest.mark.parametrize("cell", cells(), ids=lambda cell: "-".join(map(str, cell)))
+def test_the_text_is_the_target_s(cell):
+    """A draft accepted that the target would not have made, K/V of a rejected row that is read, a page of another request,
+    a text that depends on its batch mates, or a program that compiles on the way."""
+    decoder, trained, texts = made(cell.framework, cell.K, cell.page_size)
+    compiles = num_compiles()
+    found = lossless.run(decoder, cell, trained, texts, TOKENS)
+    assert [g.tokens for g in found] == texts
+    assert num_compiles() == compiles
+    assert [g.finish_reason for g in found] == ["length"] * PROMPTS
+    tau = accepted_length(found)
+    if cell.drafter == "perfect":
+        # Each verify accepts K drafts until the text ends inside a block: 47 tokens behind the prefill's.
+        assert all(a == k for g in found for a, k in list(zip(g.accepted, g.proposed, strict=True))[:-1])
+        assert all(len(g.accepted) == -(-(TOKENS - 1) // (cell.K + 1)) for g in found)
+    elif cell.drafter == "untrained":
+        assert tau < 1.2
+    else:
+        assert tau > {1: 1.6, 3: 2.5, 7: 3.5, 15: 3.5}[cell.K]
