@@ -9,7 +9,7 @@ dispatches, two waits and the scheduling as well, which shows the more the small
 
 The programs' time is the slope between 20 and 40 trips of a loop on the device around each of them. A round on the device is
 a waited call of 128 rounds over 128 (calls grow: 8, 16, 32, 64, 128), in the host's loop the slope between generations of 17
-and 113 tokens; all around the same live context, medians of 5. Seeded weights accept no draft: every round emits one token.
+and 113 tokens; all around the same live context, medians. Seeded weights accept no draft: every round emits one token.
 """
 
 import argparse
@@ -42,7 +42,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 ROOT = Path(__file__).parent
 PACKAGE = ROOT.parent / "jax_dflash" / "assets"
 ROWS, FIGURE = ROOT / "results" / "decoding-loops.jsonl", ROOT / "figures" / "decoding-loops.png"
-SHORT, LONG, REPEATS = 17, 113, 5
+SHORT, LONG = 17, 113
 ROUNDS = 128
 # Qwen/Qwen3-8B's published config.json.
 QWEN3_8B = {
@@ -70,7 +70,7 @@ def decoder(pair: str, dtype: str, num_reqs: int, context: int) -> Decoder:
     def sizes(query_len: int) -> dict[str, Any]:
         return {
             "max_num_seqs": num_reqs, "max_model_len": max_model_len, "chunk": 128,
-            "max_num_batched_tokens": max(num_reqs * query_len, 128),
+            "max_num_batched_tokens": num_reqs * 128,
             "ladder": BucketLadder([num_reqs * query_len], max_num_seqs=num_reqs, query_lens=query_len),
         }  # fmt: skip
 
@@ -87,7 +87,7 @@ def decoder(pair: str, dtype: str, num_reqs: int, context: int) -> Decoder:
     return Decoder(draft_config, drafter, target_config, weights, **sizes(draft_config.block_size))
 
 
-def program_ms(loop: DeviceLoop, num_reqs: int, context: int, part: str) -> list[float]:
+def program_ms(loop: DeviceLoop, num_reqs: int, context: int, part: str, repeats: int) -> list[float]:
     """Milliseconds of the verify or the draft alone: slopes between 20 and 40 trips."""
     config, W = loop.config, loop.config.table_width
     requests = loop._requests(num_reqs)
@@ -95,6 +95,7 @@ def program_ms(loop: DeviceLoop, num_reqs: int, context: int, part: str) -> list
     requests.computed[:], requests.num_drafts[:] = context, config.num_speculative_tokens
     fixed = loop._fixed(num_reqs)
     fixed.block_tables[:] = 1 + np.arange(num_reqs * W).reshape(num_reqs, W) % (min(config.num_pages) - 1)
+    fixed.request_index[:] = np.arange(num_reqs)  # -1 would be padding, which attends to nothing
     columns = loop._columns(num_reqs)
 
     def trips(weights, state, columns, fixed, num_trips):
@@ -124,7 +125,7 @@ def program_ms(loop: DeviceLoop, num_reqs: int, context: int, part: str) -> list
     )
     program = jax.jit(trips, donate_argnums=1).lower(*shapes).compile(COMPILER_OPTIONS)
     slopes = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         seconds = []
         for count in (20, 40):
             start = time.perf_counter()
@@ -140,10 +141,10 @@ def prompts_of(made: Decoder, num_reqs: int, length: int) -> list[list[int]]:
     return [rng.integers(0, made.target_config.vocab_size, length).tolist() for _ in range(num_reqs)]
 
 
-def host_round_ms(made: Decoder, num_reqs: int, context: int, **how: Any) -> list[float]:
+def host_round_ms(made: Decoder, num_reqs: int, context: int, repeats: int, **how: Any) -> list[float]:
     """Milliseconds of a round: slopes between a short and a long generation."""
     prompts, slopes = prompts_of(made, num_reqs, context - (SHORT + LONG) // 2), []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         seconds, rounds = [], []
         for count in (SHORT, LONG):
             params = [SamplingParams(max_new_tokens=count, ignore_eos=True)] * num_reqs
@@ -155,7 +156,7 @@ def host_round_ms(made: Decoder, num_reqs: int, context: int, **how: Any) -> lis
     return slopes[1:]
 
 
-def device_round_ms(made: Decoder, num_reqs: int, context: int) -> list[float]:
+def device_round_ms(made: Decoder, num_reqs: int, context: int, repeats: int) -> list[float]:
     """Milliseconds of a round of the longest calls, packing and waiting included."""
     before = sum(2**i for i in range(3, 7))  # rounds of the shorter calls
     prompts = prompts_of(made, num_reqs, max(1, context - before - ROUNDS // 2))
@@ -169,7 +170,7 @@ def device_round_ms(made: Decoder, num_reqs: int, context: int) -> list[float]:
 
     made.device_loop.run = timed
     longest = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         # Tokens enough for all calls if nothing is accepted; where something is, the last call is shorter.
         params = [SamplingParams(max_new_tokens=1 + before + ROUNDS, ignore_eos=True)] * num_reqs
         calls.clear()
@@ -180,7 +181,7 @@ def device_round_ms(made: Decoder, num_reqs: int, context: int) -> list[float]:
     return longest[1:]
 
 
-def measure(pair: str, dtype: str, num_reqs: int, context: int) -> dict[str, Any]:
+def measure(pair: str, dtype: str, num_reqs: int, context: int, repeats: int) -> dict[str, Any]:
     """The row of one cell."""
     made = decoder(pair, dtype, num_reqs, context)
     start = time.perf_counter()
@@ -193,12 +194,12 @@ def measure(pair: str, dtype: str, num_reqs: int, context: int) -> dict[str, Any
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip(),
     }  # fmt: skip
     timings = {
-        "device": device_round_ms(made, num_reqs, context),
-        "host": host_round_ms(made, num_reqs, context),
-        "plain": host_round_ms(made, num_reqs, context, speculate=False),
+        "device": device_round_ms(made, num_reqs, context, repeats),
+        "host": host_round_ms(made, num_reqs, context, repeats),
+        "plain": host_round_ms(made, num_reqs, context, repeats, speculate=False),
     }
     for part in ("verify", "draft"):
-        timings[part] = program_ms(made.device_loop, num_reqs, context, part)
+        timings[part] = program_ms(made.device_loop, num_reqs, context, part, repeats)
     for name, values in timings.items():
         row[f"{name}_ms"], row[f"{name}_quartiles"] = float(np.median(values)), np.percentile(values, [25, 75]).tolist()
     programs = row["verify_ms"] + row["draft_ms"]
@@ -235,13 +236,14 @@ def main() -> None:
     parser.add_argument("--pair", choices=["qwen3-8b", "builtin"], default="builtin")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--cells", default="1x256", help="requests x context, for example 1x1024,8x1024")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=ROWS, help="append the rows here")
     parser.add_argument("--draw", action="store_true", help="only redraw the figure from the rows")
     args = parser.parse_args()
     if not args.draw:
         for cell in args.cells.split(","):
             num_reqs, context = map(int, cell.split("x"))
-            row = measure(args.pair, args.dtype, num_reqs, context)
+            row = measure(args.pair, args.dtype, num_reqs, context, args.repeats)
             print(json.dumps(row), file=sys.stderr)
             with args.out.open("a") as file:
                 file.write(json.dumps(row) + "\n")

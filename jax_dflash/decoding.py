@@ -132,12 +132,17 @@ class DecoderSizes(NamedTuple):
         rows = config.max_num_batched_tokens
         if not 1 <= chunk <= rows:
             raise InputError(f"chunk={chunk}; pass 1 to max_num_batched_tokens={rows}")
-        buckets = [d.padded_reqs for d in ladder.capture_order(GraphMode.FULL)]
+        fitting = [d.padded_reqs for d in ladder.capture_order(GraphMode.FULL) if d.padded_reqs * chunk <= rows]
+        if not fitting:
+            raise InputError(
+                f"chunk={chunk}: so many rows of each request fit max_num_batched_tokens={rows} in no bucket; "
+                "pass a smaller chunk or a larger max_num_batched_tokens"
+            )
         names = "num_speculative_tokens", "max_num_seqs", "max_model_len", "page_size"
         same = {name: getattr(config, name) for name in names} | {"num_pages": min(config.num_pages)}
         return cls(
             runner=same | {"max_num_batched_tokens": rows, "widths": (1, config.query_len, chunk)},
-            loop=same | {"chunk": chunk, "prompts_per_step": max(n for n in buckets if n * chunk <= rows)},
+            loop=same | {"chunk": chunk, "prompts_per_step": max(fitting)},
         )
 
 

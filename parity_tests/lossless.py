@@ -85,9 +85,10 @@ class Perfect:
 
 def decoder(framework: str, K: int, page_size: int, buckets: tuple[int, ...] = BUCKETS):
     """A captured decoder of the shipped pair for batches up to 8, in float32."""
+    chunk = max(32, 2 * (K + 1))
     sizes: dict[str, Any] = {
         "num_speculative_tokens": K, "max_num_seqs": 8, "max_model_len": 640, "page_size": page_size,
-        "max_num_batched_tokens": 8 * (K + 1), "chunk": 8 * (K + 1), "allow_long_block": True,
+        "max_num_batched_tokens": 8 * chunk, "chunk": chunk, "allow_long_block": True,
         "ladder": BucketLadder([n * (K + 1) for n in buckets], max_num_seqs=8, query_lens=K + 1),
     }  # fmt: skip
     if framework == "jax":
