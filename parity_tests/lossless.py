@@ -10,7 +10,7 @@ import itertools
 import json
 import sys
 import time
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,28 +109,29 @@ def seeded(weights: Any, seed: int = 0) -> Any:
     def draw(x):
         if x.ndim < 2:
             return x
-        values = (rng.standard_normal(x.shape) * float(abs(x).mean())).astype("f4")
-        return x.new_tensor(values) if hasattr(x, "new_tensor") else jax.numpy.asarray(values, x.dtype)
+        stored = np.asarray(x)
+        values = (rng.standard_normal(x.shape) * np.abs(stored).mean()).astype(stored.dtype)
+        return x.new_tensor(values) if hasattr(x, "new_tensor") else jax.device_put(values)
 
     drawn = jax.tree.map(draw, weights)
     return drawn._replace(embed_tokens=weights.embed_tokens, lm_head=weights.lm_head)
 
 
-@cache
-def prompts(count: int) -> list[list[int]]:
-    """Held-out text in the grid's lengths."""
-    return excerpts.prompts(PAIR / "target", count, LENGTHS)
+def prompts(count: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
+    """Held-out text in these lengths in turn."""
+    return excerpts.prompts(PAIR / "target", count, lengths)
 
 
-def plain(made: Any, count: int, max_new_tokens: int) -> list[list[int]]:
+def plain(made: Any, asked: list[list[int]], max_new_tokens: int) -> list[list[int]]:
     """The target's own greedy texts, prompt and continuation."""
-    found = made.generate(prompts(count), [SamplingParams(max_new_tokens=max_new_tokens)] * count, speculate=False)
-    return [g.tokens for g in found]
+    params = [SamplingParams(max_new_tokens=max_new_tokens)] * len(asked)
+    return [g.tokens for g in made.generate(asked, params, speculate=False)]
 
 
-def run(made: Any, cell: Cell, trained: Any, texts: list[list[int]], max_new_tokens: int) -> list[Generation]:
+def run(
+    made: Any, cell: Cell, trained: Any, asked: list[list[int]], texts: list[list[int]], max_new_tokens: int
+) -> list[Generation]:
     """A cell's generations. `trained` are the decoder's own draft weights, which it has again afterwards."""
-    asked = prompts(len(texts))
     params = [SamplingParams(max_new_tokens=max_new_tokens)] * len(texts)
     how: dict[str, Any] = {"loop": cell.loop, "max_num_seqs": cell.batch}
     if cell.drafter == "perfect":
@@ -162,6 +163,7 @@ def main() -> int:
     torch.set_num_threads(1)  # tiny steps on few cores
     known = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     done = {Cell(*(row[name] for name in Cell._fields)) for row in known if row["tokens_each"] == args.tokens}
+    asked = prompts(args.prompts)
     missing, start, made = [cell for cell in grid() if cell not in done], time.monotonic(), None
     columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar, args.out.open("a") as file:
@@ -171,10 +173,10 @@ def main() -> int:
                 break
             if made is None or made[0] != (cell.framework, cell.K, cell.page_size):
                 now = decoder(cell.framework, cell.K, cell.page_size)
-                made = (cell.framework, cell.K, cell.page_size), now, plain(now, args.prompts, args.tokens)
+                made = (cell.framework, cell.K, cell.page_size), now, plain(now, asked, args.tokens)
             _, now, texts = made
             compiles, began = num_compiles(), time.perf_counter()
-            found = run(now, cell, draft_weights(now), texts, args.tokens)
+            found = run(now, cell, draft_weights(now), asked, texts, args.tokens)
             row = cell._asdict() | {
                 "tokens_each": args.tokens, "prompts": args.prompts, "tau": round(accepted_length(found), 4),
                 "equal": sum(g.tokens == text for g, text in zip(found, texts, strict=True)),

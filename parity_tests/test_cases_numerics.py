@@ -79,7 +79,7 @@ def test_a_rounding_to_bfloat16_is_kept():
     """C76: XLA drops it on a GPU unless told not to: 1.003 comes back as 1.003 instead of 1.0. The captured programs are
     compiled with the option, and so is the target's."""
     assert COMPILER_OPTIONS["xla_allow_excess_precision"] is False
-    for options in (COMPILER_OPTIONS, jax_programs().compiler_options):
+    for options in (COMPILER_OPTIONS, *(programs.compiler_options for programs in jax_programs().values())):
         assert options["xla_allow_excess_precision"] is False
         kept = jax.jit(lambda x: round_trip(x * 1) + 0, compiler_options=options)
         assert kept(jnp.full(8, 1.003)).tolist() == [1.0] * 8

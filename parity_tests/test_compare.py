@@ -73,13 +73,12 @@ def test_speculation_changes_no_token(job, run):
         assert plain == answer.tokens
 
 
-def test_lockstep_notices_a_wrong_context(job, monkeypatch):
+def test_lockstep_notices_a_wrong_context(job, run, monkeypatch):
     """Would catch: a comparison that looks at nothing. Here PyTorch's context keys are rotated one position too far."""
     right = torch_ref.drafter.precompute_context_kv
     monkeypatch.setattr(torch_ref.drafter, "precompute_context_kv", lambda w, c, x, p, tap: right(w, c, x, p + 1, tap))
     with torch.inference_mode():
-        drafters = compare.Drafters(job, progress=False)
-        tally, _ = compare.run_lockstep(job, drafters, lambda *_: None)
+        tally, _ = compare.run_lockstep(replace(job, num_prompts=3), run[0], lambda *_: None)
     assert any(fault.startswith("context_k") for fault in tally.faults)
     assert any("differs: JAX" in fault for fault in tally.faults)
 
