@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints/cpu-py311.txt
 	@touch $@
 
 test: $(STAMP)
-	@$(RUN) -m pytest
+	@$(RUN) -m pytest -n 2 --dist loadfile
 
 compare: $(STAMP)
 	@$(RUN) -m jax_dflash compare

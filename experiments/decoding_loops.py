@@ -218,7 +218,7 @@ def draw(rows: list[dict]) -> None:
             low, high = row[f"{name}_quartiles"]
             spread = [[max(0, row[f"{name}_ms"] - low)], [max(0, high - row[f"{name}_ms"])]]
             axis.bar(i, row[f"{name}_ms"], 0.6, yerr=spread, color=color, error_kw={"lw": 0.8, "capsize": 2})
-            axis.text(i, row[f"{name}_ms"], f"{row[f'{name}_ms']:.2f}", ha="center", va="bottom", fontsize=8)
+            axis.text(i, high, f"{row[f'{name}_ms']:.2f}", ha="center", va="bottom", fontsize=8)
         axis.set_xticks(range(3), ["programs", "device\nloop", "host\nloop"], fontsize=8)
         axis.margins(y=0.15)
         axis.set_title(

@@ -108,6 +108,7 @@ class BucketLadder:
             raise InputError(f"max_num_seqs={max_num_seqs}, query_lens={list(lens)}; both start at 1")
         if any(size < 1 for size in sizes) or sizes != sorted(set(sizes)):
             raise InputError(f"capture_sizes={sizes}; pass distinct positive sizes in ascending order")
+        self.max_num_seqs = max_num_seqs
         self._staged: dict[GraphMode, list[BatchDescriptor]] = {GraphMode.FULL: [], GraphMode.PIECEWISE: []}
         if mode is not GraphMode.NONE:
             for size in sizes:
@@ -139,6 +140,12 @@ class BucketLadder:
             for num_tokens in range(below + 1, size + 1):
                 self.candidates.setdefault(num_tokens, []).extend(group)
             below = size
+
+    def with_query_len(self, query_len: int) -> "BucketLadder":
+        """The same request counts at another query length."""
+        counts = sorted({descriptor.padded_reqs for descriptor in self.capture_order(GraphMode.FULL)})
+        sizes = [n * query_len for n in counts]
+        return BucketLadder(sizes, max_num_seqs=self.max_num_seqs, query_lens=query_len)
 
     def capture_order(self, mode: GraphMode) -> list[BatchDescriptor]:
         """A mode's buckets, largest first, so that later ones fit into memory already taken."""

@@ -89,7 +89,7 @@ class DraftEngine:
         for k in check_scheduled_ks(scheduled_ks, K):
             self.scheduled[k] = Programs(
                 self.config if k == K else self.config.scheduled(k),
-                self.ladder if k == K else BucketLadder.without_holes(max_num_seqs=max_num_seqs, query_len=k + 1),
+                self.ladder if k == K else self.ladder.with_query_len(k + 1),
                 weights,
                 context_in_program=context_in_program,
                 taps=taps,

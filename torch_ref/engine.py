@@ -91,7 +91,7 @@ class DraftEngine:
         self.scheduled: dict[int, Scheduled] = {}
         for k in check_scheduled_ks(scheduled_ks, K):
             own = self.config if k == K else self.config.scheduled(k)
-            steps = self.ladder if k == K else BucketLadder.without_holes(max_num_seqs=max_num_seqs, query_len=k + 1)
+            steps = self.ladder if k == K else self.ladder.with_query_len(k + 1)
             graphs = CudaGraphs(own, steps, weights, self.state, attention) if mode == "cuda_graph" else None
             self.scheduled[k] = Scheduled(own, steps, graphs)
         self.graphs = self.scheduled[K].graphs
