@@ -167,8 +167,9 @@ def generate(
     stream = None if as_json else verb.TextStream(excerpts.tokenizer(whole), console, several=len(texts) > 1)
     result = verb.generate(job, stream, capture_progress=not as_json)
     if not as_json:
+        console.print()
         for line in verb.summary(result):
-            console.print(line, highlight=False)
+            console.print(line, highlight=False, soft_wrap=True)
     if out is not None:
         out.write_text(json.dumps(result) + "\n")
     print(json.dumps(result))
@@ -404,9 +405,12 @@ def run_app(app: typer.Typer) -> int:
 
 
 def main() -> None:
-    """Run a verb; bad usage and an InputError end in one line and exit code 2."""
+    """Run a verb; bad usage and an InputError end in one line and exit code 2, Ctrl-C in 130."""
     try:
         sys.exit(run_app(app))
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

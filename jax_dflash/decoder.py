@@ -18,6 +18,7 @@ from jax_dflash.device_loop import DeviceLoop
 from jax_dflash.drafter import DraftWeights, load_drafter, pack_drafter
 from jax_dflash.engine import DraftEngine
 from jax_dflash.modules import tensors
+from jax_dflash.pages import PageAllocator, PrefixCache
 from jax_dflash.sampling_params import GREEDY, SamplingMode, SamplingParams
 from jax_dflash.target import TargetWeights, load_target, pack_target
 from jax_dflash.target_runner import TargetRunner
@@ -39,6 +40,7 @@ class Decoder:
         mode: what the programs are compiled for; greedy by default.
         draft_sample_method: greedy or probabilistic; default probabilistic where the mode samples.
         scheduled_ks: fewer drafts that a `schedule_k` may ask for.
+        prefix_cache: keep pages from one call to the next for prompts that begin alike.
         max_rounds: rounds of the loop on the device in one call.
     """
 
@@ -61,6 +63,7 @@ class Decoder:
         mode: SamplingMode = GREEDY,
         draft_sample_method: str | None = None,
         scheduled_ks: Sequence[int] = (),
+        prefix_cache: bool = False,
         max_rounds: int = 128,
     ):
         self.engine = DraftEngine(
@@ -80,6 +83,9 @@ class Decoder:
         )
         self.sizes = DecoderSizes.of(self.engine.config, self.engine.ladder, chunk)
         self.target_config = target_config
+        loop = self.sizes.loop
+        pages = PageAllocator(loop["num_pages"])
+        self.prefix_cache = PrefixCache(pages, loop["page_size"]) if prefix_cache else None
         self.runner = TargetRunner(
             target_config,
             target_weights,
@@ -148,6 +154,7 @@ class Decoder:
             eos_token_ids=self.target_config.eos_token_ids,
             schedule_k=schedule_k,
             on_tokens=on_tokens,
+            prefix_cache=self.prefix_cache,
             **(self.sizes.loop | ({} if max_num_seqs is None else {"max_num_seqs": max_num_seqs})),
         )
         return decoding.generate(prompts, params, generations)

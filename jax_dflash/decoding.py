@@ -13,7 +13,7 @@ import numpy as np
 from jax_dflash.batch import EngineConfig, TargetStep
 from jax_dflash.buckets import BucketLadder, GraphMode
 from jax_dflash.config import InputError
-from jax_dflash.pages import NULL_PAGE, PageAllocator
+from jax_dflash.pages import NULL_PAGE, PageAllocator, PrefixCache
 from jax_dflash.sampling_params import SamplingParams
 from jax_dflash.target_batch import TargetBatch, TargetOutput
 
@@ -81,6 +81,8 @@ class Generation:
     computed: int = 0
     drafts: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    context_start: int = 0  # the drafter has the context of positions from here
+    context_end: int = 0  # to here
     finish_reason: str | None = None
     error: str | None = None
     accepted: list[int] = field(default_factory=list)  # drafts accepted in each verify
@@ -157,6 +159,8 @@ class DecodeLoop:
         target, drafter: what runs; without a drafter one token a step is decoded.
         rounds: runs verifies and drafts in its place, several in a row.
         num_speculative_tokens: K, drafts verified per request and step.
+        prefix_cache: pages of earlier prompts; its allocator is the loop's. A page that the drafter lacks is a hit too: then
+            no draft sees what is before the first token that runs.
         num_pages, page_size: of the pool that target and drafter index with the same pages; page 0 is the null page.
         chunk: prompt rows of one request in a step.
         prompts_per_step: prompts whose chunks run in one step.
@@ -178,6 +182,7 @@ class DecodeLoop:
         max_model_len: int,
         num_pages: int,
         rounds: Rounds | None = None,
+        prefix_cache: PrefixCache | None = None,
         page_size: int = 16,
         chunk: int = 256,
         prompts_per_step: int = 1,
@@ -195,7 +200,8 @@ class DecodeLoop:
         self.eos_token_ids, self.schedule_k, self.repeat = eos_token_ids, schedule_k, repeat
         self.joins_per_step, self.on_tokens = joins_per_step or max_num_seqs, on_tokens
         self.on_features = on_features
-        self.allocator = PageAllocator(num_pages)
+        self.prefix_cache = prefix_cache
+        self.allocator = PageAllocator(num_pages) if prefix_cache is None else prefix_cache.allocator
         self.waiting: deque[Generation] = deque()
         self.live: list[Generation] = []
         self.finished: list[Generation] = []
@@ -302,7 +308,7 @@ class DecodeLoop:
             for emitted, num_drafts in zip(own.emitted, own.num_verified, strict=True):
                 if generation.finish_reason is None:
                     self.take(generation, emitted, num_drafts)
-            generation.drafts = own.drafts
+            generation.drafts, generation.context_end = own.drafts, generation.computed
         self.num_steps += max(len(own.emitted) for own in found)
         self.num_verifies += max(len(own.emitted) for own in found)
 
@@ -336,12 +342,24 @@ class DecodeLoop:
                 )
                 self.finished.append(generation)
                 continue
-            if needed > self.allocator.num_free:
+            if needed > self.allocator.num_free + (self.prefix_cache.num_idle if self.prefix_cache else 0):
                 return
             self.waiting.popleft()
             self.live.append(generation)
-            if self.drafter is not None:
-                self.drafter.add_request(generation.request_id, len(generation.tokens), params=generation.params)
+            self._begin(generation)
+
+    def _begin(self, generation: Generation) -> None:
+        """Start from what a prefix cache has. The target's pages decide; the drafter's may be missing (C48)."""
+        hit = self.prefix_cache.hold(generation.tokens) if self.prefix_cache else []
+        generation.pages = [page.id for page in hit]
+        generation.computed = len(hit) * self.page_size
+        drafted = all(page.drafted for page in hit)
+        generation.context_start = 0 if drafted else generation.computed
+        generation.context_end = generation.computed
+        if self.drafter is not None:
+            self.drafter.add_request(
+                generation.request_id, len(generation.tokens), generation.context_start, generation.params
+            )
 
     def _choose(self) -> tuple[list[Generation], bool]:
         """The requests of this step, each with the pages that it needs, and whether they decode."""
@@ -359,6 +377,8 @@ class DecodeLoop:
     def _reserve(self, generation: Generation, batch: list[Generation]) -> bool:
         """Give a request its pages, taking them from the youngest live ones where none are free."""
         needed = self.pages_for(self._end(generation, len(self._next_rows(generation)))) - len(generation.pages)
+        if self.prefix_cache is not None:
+            self.prefix_cache.reclaim(needed - self.allocator.num_free)
         while needed > self.allocator.num_free:
             victim = next(g for g in reversed(self.live) if g not in batch)
             self._preempt(victim)
@@ -374,7 +394,11 @@ class DecodeLoop:
 
     def _release(self, generation: Generation) -> None:
         self.live.remove(generation)
-        self.allocator.free(generation.pages)
+        if self.prefix_cache is None:
+            self.allocator.free(generation.pages)
+        else:
+            context = range(generation.context_start, generation.context_end)
+            self.prefix_cache.release(generation.tokens, generation.computed, generation.pages, context)
         generation.pages = []
         if self.drafter is not None:
             self.drafter.remove_request(generation.request_id)
@@ -413,6 +437,7 @@ class DecodeLoop:
             self.take(generation, emitted, len(new) - 1 if decode else 0)
         names = ("start_position", "num_context", "num_rejected", "num_sampled", "last_sampled", "next_prefill")
         fields = dict(zip(names, columns.T, strict=True))
+        fields["first_context_position"] = np.array([g.context_start for g in batch], np.int32)
         return TargetStep(request_ids=[g.request_id for g in batch], block_tables=self.block_tables(batch), **fields)
 
     def _request_index(self, generation: Generation) -> int:
@@ -459,4 +484,5 @@ class DecodeLoop:
         K = self.num_speculative_tokens if self.schedule_k is None else self.schedule_k(len(self.live))
         drafts = self.drafter.propose(step, features, num_speculative_tokens=K if wanting else 0)
         for generation, row in zip(batch, drafts, strict=True):
+            generation.context_end = generation.computed
             generation.drafts = row.tolist() if generation in wanting else []

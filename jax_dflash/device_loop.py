@@ -312,6 +312,7 @@ class DeviceLoop:
             columns.seeds[i] = params.seed
             fixed.stops_at_eos[i] = not params.ignore_eos
             fixed.request_index[i] = self.engine.request_index(generation.request_id)
+            fixed.first_context_position[i] = generation.context_start
             fixed.num_pages[i] = len(generation.pages)
         with forbid_compiles("the loop on the device"):
             requests, rounds = self._call(N, self._state(requests, N), columns, fixed)

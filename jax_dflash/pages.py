@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from jax_dflash.config import InputError
 
@@ -33,6 +34,68 @@ class PageAllocator:
 
     def free(self, pages: Sequence[int]) -> None:
         self._free.extend(reversed(pages))
+
+
+@dataclass
+class CachedPage:
+    """A page of a prefix: how many requests hold it, and whether the drafter's context lies in it as the target's does."""
+
+    id: int
+    serial: int  # names it as the parent of the pages after it; never used again
+    drafted: bool
+    holders: int = 0
+
+
+class PrefixCache:
+    """Full pages of K/V by their tokens and all before them, for prompts that begin alike. Pages that nobody holds stay
+    until the allocator needs them, the longest unused first."""
+
+    def __init__(self, allocator: PageAllocator, page_size: int):
+        self.allocator, self.page_size = allocator, page_size
+        self._pages: dict[tuple[int, tuple[int, ...]], CachedPage] = {}  # in the order of their last use
+        self._serials = count(1)
+
+    def _key(self, parent: int, tokens: Sequence[int], i: int) -> tuple[int, tuple[int, ...]]:
+        return parent, tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
+
+    def hold(self, tokens: Sequence[int]) -> list[CachedPage]:
+        """The pages that a prompt begins with, held until `release`; its last token always runs. Whether the drafter has
+        them too says nothing about the hit."""
+        found: list[CachedPage] = []
+        for i in range((len(tokens) - 1) // self.page_size):
+            key = self._key(found[-1].serial if found else 0, tokens, i)
+            if key not in self._pages:
+                break
+            page = self._pages[key] = self._pages.pop(key)
+            page.holders += 1
+            found.append(page)
+        return found
+
+    def release(self, tokens: Sequence[int], computed: int, pages: Sequence[int], context: range) -> None:
+        """Give back a request's pages: those full of its first `computed` tokens stay. The drafter has the context of the
+        positions in `context`."""
+        full, parent = min(computed, len(tokens)) // self.page_size, 0
+        for i, page in enumerate(pages[:full]):
+            key, first, stop = self._key(parent, tokens, i), i * self.page_size, (i + 1) * self.page_size
+            if key not in self._pages:
+                drafted = context.start <= first and stop <= context.stop
+                self._pages[key] = CachedPage(page, next(self._serials), drafted)
+            elif self._pages[key].id == page:
+                self._pages[key].holders -= 1
+            else:  # another request computed the same
+                self.allocator.free([page])
+            parent = self._pages[key].serial
+        self.allocator.free(pages[full:])
+
+    @property
+    def num_idle(self) -> int:
+        """Pages that `reclaim` could give."""
+        return sum(not page.holders for page in self._pages.values())
+
+    def reclaim(self, num_pages: int) -> None:
+        """Give the allocator up to `num_pages` pages that nobody holds."""
+        idle = [key for key, page in self._pages.items() if not page.holders][: max(0, num_pages)]
+        self.allocator.free([self._pages.pop(key).id for key in idle])
 
 
 @dataclass

@@ -239,3 +239,25 @@ def test_what_cannot_be_decoded():
         scheduling("torch").generate(PROMPTS, [SamplingParams(1)] * 3, loop="device")
     with pytest.raises(InputError, match="draft_sample_method 'gumbel' is unknown; pass greedy or probabilistic"):
         decoder("torch", draft_sample_method="gumbel")
+
+
+@pytest.mark.parametrize("framework, loop", [("jax", "host"), ("jax", "device"), ("torch", "host")])
+def test_a_draft_miss_never_vetoes_a_target_hit(framework, loop):
+    """C48: no hit as soon as the drafter is on, since it lacks the pages of what was decoded plainly. C46: a draft that
+    reads its pages of them, which hold nothing."""
+    made = caching(framework)
+    prompt, params = list(range(2, 13)), [SamplingParams(16)]
+    plain = texts(made, params, [prompt], speculate=False)
+    missed = made.generate([prompt], params, loop=loop)[0]
+    assert (missed.context_start, missed.generated) == (8, plain[0])  # two pages of 4, the last token runs
+    assert set(missed.proposed) == {K}
+    other = [60, *prompt]
+    first, second = (made.generate([other], params, loop=loop)[0] for _ in range(2))
+    assert first.context_start == second.context_start == 0 and first.generated == second.generated
+    # The drafter has those pages too: it drafts what it drafted without the hit.
+    assert first.accepted == second.accepted
+
+
+@functools.cache
+def caching(framework: str):
+    return decoder(framework, prefix_cache=True)

@@ -7,6 +7,7 @@ import pytest
 
 from jax_dflash.config import InputError
 from jax_dflash.decoding import DecodeLoop, acceptance_by_position, accepted_length
+from jax_dflash.pages import PageAllocator, PrefixCache
 from jax_dflash.sampling_params import SamplingParams
 from jax_dflash.target_batch import TargetOutput
 
@@ -68,7 +69,7 @@ class Drafts:
 
     def add_request(self, request_id, num_prompt_tokens=0, cached_tokens=0, params=None):
         assert request_id not in self.live
-        self.live[request_id], self.context[request_id] = num_prompt_tokens, 0
+        self.live[request_id], self.context[request_id] = num_prompt_tokens, None
 
     def remove_request(self, request_id):
         del self.live[request_id]
@@ -78,8 +79,9 @@ class Drafts:
         self.asked.append(K)
         drafts = np.zeros((len(step.request_ids), K), np.int32)
         for i, request_id in enumerate(step.request_ids):
-            assert step.start_position[i] == self.context[request_id], "a gap in the context"
-            self.context[request_id] += step.num_context[i] - step.num_rejected[i]
+            start = step.start_position[i] if self.context[request_id] is None else self.context[request_id]
+            assert step.start_position[i] == start, "a gap in the context"
+            self.context[request_id] = start + step.num_context[i] - step.num_rejected[i]
             text, at = self.texts[request_id], self.context[request_id]
             anchor = step.last_sampled[i] if step.num_sampled[i] else step.next_prefill[i]
             assert text[at] == anchor, "the anchor is not the token after the context"
@@ -87,9 +89,11 @@ class Drafts:
         return drafts
 
 
-def decode(prompts, right, K=3, max_new_tokens=20, page_size=4, num_pages=64, drafter=True, params=None, **options):
+def decode(
+    prompts, right, K=3, max_new_tokens=20, page_size=4, num_pages=64, drafter=True, params=None, target=None, **options
+):
     drafts = Drafts(right, prompts, max_new_tokens) if drafter else None
-    target = PagedTarget(num_pages, page_size)
+    target = target or PagedTarget(num_pages, page_size)
     sizes = {"max_num_seqs": 3, "max_model_len": 96, "chunk": 5} | options
     loop = DecodeLoop(target, drafts, num_speculative_tokens=K, num_pages=num_pages, page_size=page_size, **sizes)
     for prompt in prompts:
@@ -218,3 +222,33 @@ def test_prompts_that_cannot_run():
         loop.add([], SamplingParams(max_new_tokens=1))
     with pytest.raises(InputError, match="a prompt of 96 tokens leaves no room in max_model_len=96"):
         loop.add([1] * 96, SamplingParams(max_new_tokens=1))
+
+
+@pytest.mark.parametrize("right", [0, 3])
+def test_prompts_that_begin_alike_share_pages(right):
+    """A page shared before it is full, held by nobody and given away, or written by a request that only reads it."""
+    cache = PrefixCache(PageAllocator(64), 4)
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 0], [1, 2, 3, 4]]
+    target, ran = PagedTarget(64, 4), []
+    for prompt in prompts:
+        _, found, _ = decode([prompt], right, prefix_cache=cache, target=target)
+        assert found[0].generated == continuation(prompt, 20)
+        ran.append(target.batches[0][0])
+        target.batches.clear()
+    assert ran == [5, 1, 2, 4]  # rows of the first chunk: behind 0, 2, 1 and 0 pages of 4
+    hits = [cache.hold(prompt) for prompt in prompts]
+    assert [len(hit) for hit in hits] == [2, 2, 1, 0]  # the last token of a prompt always runs
+    assert hits[0][0].holders == 3 and {page.id for page in hits[0]} == {page.id for page in hits[1]}
+    held = {page.id for page in hits[0]}
+    cache.reclaim(99)
+    assert cache.allocator.num_free == 63 - len(held) and cache.num_idle == 0
+
+
+def test_many_prompts_through_a_small_cached_pool():
+    """Idle pages that are never given back: requests wait for ever, or lose their text to another's pages."""
+    cache = PrefixCache(PageAllocator(14), 4)
+    rng = np.random.default_rng(0)
+    prompts = [[1, 2, 3, 4, *rng.integers(0, V, rng.integers(1, 9)).tolist()] for _ in range(12)]
+    _, found, _ = decode(prompts, right=1, max_new_tokens=12, num_pages=14, prefix_cache=cache)
+    assert [g.generated for g in found] == [continuation(p, 12) for p in prompts]
+    assert cache.allocator.num_free + cache.num_idle == 13

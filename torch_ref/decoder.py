@@ -9,6 +9,7 @@ import torch
 from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import DraftConfig, InputError, TargetConfig, check_pair
 from jax_dflash.decoding import DecodeLoop, DecoderSizes, Generation
+from jax_dflash.pages import PageAllocator, PrefixCache
 from jax_dflash.sampling_params import GREEDY, SamplingMode, SamplingParams
 from torch_ref.drafter import DraftWeights, load_drafter, pack_drafter
 from torch_ref.engine import DraftEngine
@@ -45,6 +46,7 @@ class Decoder:
         mode: SamplingMode = GREEDY,
         draft_sample_method: str | None = None,
         scheduled_ks: Sequence[int] = (),
+        prefix_cache: bool = False,
         draft_mode: str = "eager",
     ):
         self.engine = DraftEngine(
@@ -65,6 +67,9 @@ class Decoder:
         )
         self.sizes = DecoderSizes.of(self.engine.config, self.engine.ladder, chunk)
         self.target_config = target_config
+        loop = self.sizes.loop
+        pages = PageAllocator(loop["num_pages"])
+        self.prefix_cache = PrefixCache(pages, loop["page_size"]) if prefix_cache else None
         self.runner = TargetRunner(
             target_config,
             target_weights,
@@ -129,6 +134,7 @@ class Decoder:
             eos_token_ids=self.target_config.eos_token_ids,
             schedule_k=schedule_k,
             on_tokens=on_tokens,
+            prefix_cache=self.prefix_cache,
             **(self.sizes.loop | ({} if max_num_seqs is None else {"max_num_seqs": max_num_seqs})),
         )
         return decoding.generate(prompts, params, generations)
