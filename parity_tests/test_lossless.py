@@ -1,10 +1,12 @@
 """The text is the target's own greedy text: a part of the grid of `lossless.py` in which any two of its factors meet."""
 
 import functools
+from unittest import mock
 
 import pytest
 
 from jax_dflash.decoding import accepted_length
+from jax_dflash.numerics import COMPILER_OPTIONS
 from jax_dflash.programs import num_compiles
 from parity_tests import lossless
 from parity_tests.lossless import BATCHES, KS, Cell
@@ -15,7 +17,9 @@ PROMPTS, TOKENS = lossless.prompts(8, (1, 3, 9, 16, 33, 50, 70, 110)), 48
 @functools.cache
 def made(framework: str, K: int, page_size: int):
     """A decoder, its trained draft weights and the target's own texts."""
-    decoder = lossless.decoder(framework, K, page_size, buckets=(8,))
+    # These programs run thousands of times: they are compiled as users' are.
+    with mock.patch.dict(COMPILER_OPTIONS, xla_backend_optimization_level=3):
+        decoder = lossless.decoder(framework, K, page_size, buckets=(8,))
     return decoder, lossless.draft_weights(decoder), lossless.plain(decoder, PROMPTS, TOKENS)
 
 
