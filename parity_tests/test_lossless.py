@@ -33,7 +33,7 @@ def cells() -> list[Cell]:
             drafter = "untrained" if batch in (6, 7) else "perfect" if loop == "host" and batch > 2 else "trained"
             if K in (1, 15):
                 found.append(Cell("jax", loop, K, (4, 16)[i // 3], drafter, batch))
-            elif (batch > 4) == (K == 7) or batch in (2, 6):
+            else:
                 found.append(Cell("torch", "host", K, (4, 16)[batch % 2], DRAFTERS[batch % 3], batch))
         if K in (1, 15):
             found += [Cell("torch", "host", K, (16, 4)[i // 3], DRAFTERS[batch % 3], batch) for batch in (3, 5)]
