@@ -43,16 +43,11 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.")] = None,
 ) -> None:
     """Draft in JAX and PyTorch in lockstep on real text: the same tokens? how fast is each?"""
-    if dtype not in ("float32", "bfloat16"):
-        raise InputError(f"--dtype {dtype!r}: pass float32 or bfloat16")
-    if checkpoint != "builtin" and target is None:
-        raise InputError("--checkpoint needs the drafter's own target too; pass --target DIR")
+    _check_dtype(dtype)
+    _check_pair(checkpoint, target)
     if out is not None:
         _check_out(out)
-    from jax_dflash import hub
-
-    drafter = ASSETS / "builtin" / "drafter" if checkpoint == "builtin" else hub.resolve(checkpoint, revision)
-    whole = ASSETS / "builtin" / "target" if target in (None, "builtin") else hub.resolve(target)
+    drafter, whole = _pair(checkpoint, target, revision)
     device = select_device(device)
     from jax_dflash import compare as job_module
 
@@ -117,14 +112,12 @@ def generate(
     out: Annotated[Path | None, typer.Option(help="Write the JSON document to this file too.")] = None,
 ) -> None:
     """Continue text speculatively; drafts that were accepted are shown in colour. How much faster is it, and the same?"""
-    if dtype not in ("float32", "bfloat16"):
-        raise InputError(f"--dtype {dtype!r}: pass float32 or bfloat16")
+    _check_dtype(dtype)
     if framework not in ("jax", "torch"):
         raise InputError(f"--framework {framework!r}: pass jax or torch")
     if loop not in ("host", "device") or (framework == "torch" and loop == "device"):
         raise InputError(f"--loop {loop!r}: pass host or device; PyTorch has the host loop only")
-    if checkpoint != "builtin" and target is None:
-        raise InputError("--checkpoint needs the drafter's own target too; pass --target DIR")
+    _check_pair(checkpoint, target)
     if out is not None:
         _check_out(out)
     texts = _prompts(prompt, prompts)
@@ -138,10 +131,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    from jax_dflash import hub
-
-    drafter = ASSETS / "builtin" / "drafter" if checkpoint == "builtin" else hub.resolve(checkpoint)
-    whole = ASSETS / "builtin" / "target" if target in (None, "builtin") else hub.resolve(target)
+    drafter, whole = _pair(checkpoint, target)
     device = select_device(device)
     from rich.console import Console
 
@@ -216,16 +206,11 @@ def record(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line only.")] = False,
 ) -> None:
     """Write a target's hidden states and tokens of real text, and of its own greedy continuation, to one file."""
-    if dtype not in ("float32", "bfloat16"):
-        raise InputError(f"--dtype {dtype!r}: pass float32 or bfloat16")
-    if checkpoint != "builtin" and target is None:
-        raise InputError("--checkpoint needs the drafter's own target too; pass --target DIR")
+    _check_dtype(dtype)
+    _check_pair(checkpoint, target)
     _check_out(out)
     texts = None if prompts is None else _prompts_of(prompts)
-    from jax_dflash import hub
-
-    drafter = ASSETS / "builtin" / "drafter" if checkpoint == "builtin" else hub.resolve(checkpoint)
-    whole = ASSETS / "builtin" / "target" if target in (None, "builtin") else hub.resolve(target)
+    drafter, whole = _pair(checkpoint, target)
     device = select_device(device)
     from jax_dflash import record as verb
 
@@ -299,6 +284,24 @@ def judge(
     if out is not None:
         out.write_text(json.dumps(result) + "\n")
     print(json.dumps(result))
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in ("float32", "bfloat16"):
+        raise InputError(f"--dtype {dtype!r}: pass float32 or bfloat16")
+
+
+def _check_pair(checkpoint: str, target: str | None) -> None:
+    if checkpoint != "builtin" and target is None:
+        raise InputError("--checkpoint needs the drafter's own target too; pass --target DIR")
+
+
+def _pair(checkpoint: str, target: str | None, revision: str | None = None) -> tuple[Path, Path]:
+    """The folders of a drafter and its target, from the hub where they have names."""
+    from jax_dflash import hub
+
+    drafter = ASSETS / "builtin" / "drafter" if checkpoint == "builtin" else hub.resolve(checkpoint, revision)
+    return drafter, ASSETS / "builtin" / "target" if target in (None, "builtin") else hub.resolve(target)
 
 
 def _check_out(out: Path) -> None:

@@ -94,9 +94,13 @@ class Generation:
         return self.tokens[len(self.prompt) :]
 
     @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
     def prefilling(self) -> bool:
         """Whether more than its last token still has to go through the target; true again after a preemption."""
-        return len(self.tokens) - self.computed > 1 or not self.generated
+        return len(self.tokens) - self.computed > 1 or not self.num_generated
 
     @property
     def accepted_length(self) -> float:
@@ -205,7 +209,7 @@ class DecodeLoop:
         self.waiting: deque[Generation] = deque()
         self.live: list[Generation] = []
         self.finished: list[Generation] = []
-        self.num_steps = self.num_verifies = 0
+        self.num_steps = 0
         self._decoded_last = True
         self._next_rounds = FIRST_ROUNDS
 
@@ -280,7 +284,6 @@ class DecodeLoop:
             None if self.drafter is None else self.drafter.draft_logits,
         )
         self.num_steps += 1
-        self.num_verifies += decode
         step = self._accept(batch, rows, decode, output)
         if self.on_features is not None:
             self.on_features(step, output.features)
@@ -310,11 +313,10 @@ class DecodeLoop:
                     self.take(generation, emitted, num_drafts)
             generation.drafts, generation.context_end = own.drafts, generation.computed
         self.num_steps += max(len(own.emitted) for own in found)
-        self.num_verifies += max(len(own.emitted) for own in found)
 
     def _budget(self, generation: Generation) -> int:
         """Tokens that a generation may still emit."""
-        left = generation.params.max_new_tokens - len(generation.generated)
+        left = generation.params.max_new_tokens - generation.num_generated
         return min(left, self.max_model_len - len(generation.tokens))
 
     # Admission and pages
@@ -464,11 +466,11 @@ class DecodeLoop:
         params = generation.params
         if generation.tokens[-1] in self.eos_token_ids and not params.ignore_eos:
             return "eos"
-        if len(generation.generated) >= params.max_new_tokens:
+        if generation.num_generated >= params.max_new_tokens:
             return "length"
         if len(generation.tokens) >= self.max_model_len:
             return "context"
-        if self.repeat is not None and len(generation.generated) >= self.repeat:
+        if self.repeat is not None and generation.num_generated >= self.repeat:
             gram = tuple(generation.tokens[-self.repeat :])
             if gram in generation.seen:
                 return "repeat"

@@ -187,7 +187,7 @@ class DeviceLoop:
             total=rounds.total + count,
         )
         if seen is not None:
-            seen = seen.at[each, jnp.where(new, tokens, seen.shape[1])].set(True, mode="drop")
+            seen = sampling.mark_seen(seen, tokens, count)
         budget = requests.budget - count
         return requests._replace(
             active=active & (budget > 0) & ~jnp.any(is_eos, axis=1),
@@ -275,14 +275,19 @@ class DeviceLoop:
         )
 
     def _call(self, N: int, state: LoopState, columns: SamplingColumns, fixed: Fixed) -> LoopState:
-        """Run a bucket's loop and wait. It consumes the pools: if it fails they are gone, and their owners say so."""
+        """Run a bucket's loop and wait. It consumes the pools: if it fails they are gone, and their owners say so. Who
+        interrupts the wait keeps them."""
         self.runner.pool = self.engine.state = None
         state = self.programs[N](self.weights, state, columns, fixed)
-        start = time.perf_counter()
-        result = jax.device_get((state.requests, state.rounds))
-        self.waited += time.perf_counter() - start
         self.runner.pool, self.engine.state = state.target_pool, state.draft
-        return result
+        start = time.perf_counter()
+        try:
+            return jax.device_get((state.requests, state.rounds))
+        except Exception:
+            self.runner.pool = self.engine.state = None
+            raise
+        finally:
+            self.waited += time.perf_counter() - start
 
     def run(
         self,

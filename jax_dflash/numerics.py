@@ -5,6 +5,8 @@ softmax and SwiGLU compute in at least float32 and round their result once; the 
 the accumulation dtype. With a float64 model "at least float32" is float64, so the same code is its own oracle.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,7 +17,7 @@ from jax_dflash.config import InputError
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float64": jnp.float64}
 
 # XLA's default lets it drop bfloat16 round trips inside a program, which is another rounding policy.
-COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+COMPILER_OPTIONS: dict[str, Any] = {"xla_allow_excess_precision": False}
 
 
 def as_dtype(name: str) -> jnp.dtype:

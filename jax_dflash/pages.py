@@ -62,19 +62,26 @@ class PrefixCache:
         """The pages that a prompt begins with, held until `release`; its last token always runs. Whether the drafter has
         them too says nothing about the hit."""
         found: list[CachedPage] = []
+        keys = []
         for i in range((len(tokens) - 1) // self.page_size):
             key = self._key(found[-1].serial if found else 0, tokens, i)
             if key not in self._pages:
                 break
-            page = self._pages[key] = self._pages.pop(key)
-            page.holders += 1
-            found.append(page)
+            self._pages[key].holders += 1
+            found.append(self._pages[key])
+            keys.append(key)
+        self._used(keys)
         return found
+
+    def _used(self, keys: Sequence[tuple[int, tuple[int, ...]]]) -> None:
+        """Note a use: the first page of a prefix is needed longest, as without it nobody finds the others."""
+        for key in reversed(keys):
+            self._pages[key] = self._pages.pop(key)
 
     def release(self, tokens: Sequence[int], computed: int, pages: Sequence[int], context: range) -> None:
         """Give back a request's pages: those full of its first `computed` tokens stay. The drafter has the context of the
         positions in `context`."""
-        full, parent = min(computed, len(tokens)) // self.page_size, 0
+        full, parent, keys = min(computed, len(tokens)) // self.page_size, 0, []
         for i, page in enumerate(pages[:full]):
             key, first, stop = self._key(parent, tokens, i), i * self.page_size, (i + 1) * self.page_size
             if key not in self._pages:
@@ -85,6 +92,8 @@ class PrefixCache:
             else:  # another request computed the same
                 self.allocator.free([page])
             parent = self._pages[key].serial
+            keys.append(key)
+        self._used(keys)
         self.allocator.free(pages[full:])
 
     @property
@@ -94,7 +103,9 @@ class PrefixCache:
 
     def reclaim(self, num_pages: int) -> None:
         """Give the allocator up to `num_pages` pages that nobody holds."""
-        idle = [key for key, page in self._pages.items() if not page.holders][: max(0, num_pages)]
+        if num_pages <= 0:
+            return
+        idle = [key for key, page in self._pages.items() if not page.holders][:num_pages]
         self.allocator.free([self._pages.pop(key).id for key in idle])
 
 

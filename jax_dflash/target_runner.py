@@ -163,7 +163,7 @@ class TargetRunner:
             max_num_batched_tokens=max_num_batched_tokens, mode=mode,
         )  # fmt: skip
         self.draft_logits = draft_logits
-        self._blank_logits: Array | None = None
+        self._no_logits: Array | None = None
         self.waited = 0.0  # seconds, for results of the device
         leaves, self._treedef = jax.tree.flatten(weights)
         self.weights, self._leaves = weights, tuple(leaves)
@@ -198,18 +198,21 @@ class TargetRunner:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
         return jax.jit(target_program, donate_argnums=1).lower(*shapes)
 
+    def _blank_logits(self, width: int) -> Array | None:
+        """Draft logits where a batch has none; a single row verifies no draft."""
+        if not self.draft_logits or width == 1:
+            return None
+        if self._no_logits is None:
+            limits = self.limits
+            shape = (limits.max_num_seqs, limits.num_speculative_tokens, limits.vocab_size)
+            self._no_logits = jnp.zeros(shape, accum_dtype(self.pool.dtype))
+        return self._no_logits
+
     def _blank(self, num_reqs: int, width: int) -> tuple:
         """(ints, draft_logits, seen) of a batch of padded requests."""
-        limits, V = self.limits, self.limits.vocab_size
-        logits = seen = None
-        if self.draft_logits and width > 1:  # a single row verifies no draft
-            shape = (limits.max_num_seqs, limits.num_speculative_tokens, V)
-            if self._blank_logits is None:
-                self._blank_logits = jnp.zeros(shape, accum_dtype(self.pool.dtype))
-            logits = self._blank_logits
-        if limits.mode.penalised:
-            seen = np.zeros((num_reqs, V), bool)
-        return limits.empty(num_reqs, width), logits, seen
+        limits = self.limits
+        seen = np.zeros((num_reqs, limits.vocab_size), bool) if limits.mode.penalised else None
+        return limits.empty(num_reqs, width), self._blank_logits(width), seen
 
     def capture(self, *, progress: bool = True) -> None:
         """Compile every program, largest first, and run each once on padding; the pool keeps its bits.
@@ -220,7 +223,7 @@ class TargetRunner:
 
         def compile_one(shape):
             start = time.perf_counter()
-            return lowered[shape].compile({**COMPILER_OPTIONS}), time.perf_counter() - start
+            return lowered[shape].compile(COMPILER_OPTIONS), time.perf_counter() - start
 
         with progress_bar(progress) as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
             task = bar.add_task("Capturing target programs", total=len(lowered), last="")
@@ -252,7 +255,7 @@ class TargetRunner:
         columns = self.limits.check(batch)
         n = len(columns.tokens)
         shape = self.limits.dispatch(n, int(columns.num_rows.max()))
-        _, blank, _ = self._blank(*shape)
+        blank = self._blank_logits(shape[1])
         logits = blank if blank is None or draft_logits is None else draft_logits
         if self.draft_logits and draft_logits is None and columns.num_drafts.any():
             raise InputError("the batch has drafts that were sampled; pass the draft_logits that they came from")

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+import jax_dflash.device_loop
 from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import InputError
 from jax_dflash.names import draft_tensors, target_tensors
@@ -219,6 +220,29 @@ def test_an_interrupt_harms_nobody(how):
     assert all(g.generated == text[: len(g.generated)] for g, text in zip(kept, plain, strict=True))
     assert not made.engine.requests.requests
     assert texts(made, [SamplingParams(24)] * 3, **how) == plain
+
+
+@pytest.mark.parametrize("what, lost", [(KeyboardInterrupt, False), (MemoryError, True)])
+def test_a_call_on_the_device_that_does_not_return(what, lost, monkeypatch):
+    """Ctrl-C while the device works, when it is likeliest, takes the pools with it; or a call that failed goes on with
+    pools that are gone."""
+    made = decoder("jax") if lost else scheduling("jax")
+    expected = texts(made, [SamplingParams(24)] * 3, loop="device")
+
+    def raising(_):
+        raise what
+
+    with monkeypatch.context() as patch, pytest.raises(what):
+        patch.setattr(jax_dflash.device_loop.jax, "device_get", lambda x: raising(x) if len(x[0]) > 2 else real(x))
+        texts(made, [SamplingParams(24)] * 3, loop="device")
+    if lost:
+        with pytest.raises(RuntimeError, match="lost its pool in a step that failed"):
+            texts(made, [SamplingParams(24)] * 3)
+    else:
+        assert texts(made, [SamplingParams(24)] * 3, loop="device") == expected
+
+
+real = jax.device_get
 
 
 def test_weights_of_the_same_shapes():

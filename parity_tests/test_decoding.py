@@ -252,3 +252,16 @@ def test_many_prompts_through_a_small_cached_pool():
     _, found, _ = decode(prompts, right=1, max_new_tokens=12, num_pages=14, prefix_cache=cache)
     assert [g.generated for g in found] == [continuation(p, 12) for p in prompts]
     assert cache.allocator.num_free + cache.num_idle == 13
+
+
+def test_the_end_of_a_prefix_is_given_back_first():
+    """The first page of a prompt given away: the others are still kept, and nobody finds them."""
+    cache = PrefixCache(PageAllocator(64), 4)
+    prompt = list(range(13))
+    decode([prompt], right=3, max_new_tokens=1, prefix_cache=cache)
+    for left in (2, 1, 0):
+        cache.reclaim(1)
+        hit = cache.hold(prompt)
+        assert len(hit) == left
+        cache.release(prompt, 4 * left, [page.id for page in hit], range(0))
+    assert cache.allocator.num_free == 63
