@@ -16,12 +16,13 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jax_dflash.attention.dense import padded_width
-from jax_dflash.batch import EngineConfig, RequestTable, TargetStep, check_scheduled_ks
+from jax_dflash.batch import EngineConfig, TargetStep, check_scheduled_ks
 from jax_dflash.buckets import BatchDescriptor, BucketLadder, GraphMode
 from jax_dflash.config import DraftConfig, InputError
 from jax_dflash.draft_step import DraftState, zero_state
 from jax_dflash.drafter import DraftWeights
 from jax_dflash.programs import Programs, forbid_compiles
+from jax_dflash.request_table import RequestTable
 from jax_dflash.sampling_params import SamplingParams
 
 

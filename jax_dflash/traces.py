@@ -6,15 +6,14 @@ T tokens of one document, F feature width. Plain Python and numpy.
 import hashlib
 import json
 import os
-import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes  # noqa: F401  numpy knows bfloat16 by it
 import numpy as np
 from jaxtyping import Float, Int
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from jax_dflash.config import (
     DraftConfig,
@@ -24,7 +23,7 @@ from jax_dflash.config import (
     parse_target_config,
     read_json,
 )
-from jax_dflash.stored import KINDS, Source, Stored, read_header, stored_tensors
+from jax_dflash.stored import Source, Stored, read_header, stored_tensors
 
 FORMAT = "jax-dflash trace 1"
 COLUMNS = {"lengths": ("I32",), "prompt_lengths": ("I32",), "tokens": ("I32",), "features": ("F32", "BF16")}
@@ -95,28 +94,12 @@ class Trace:
     def save(self, path: str | Path) -> None:
         """One safetensors file, whole or not at all: an interrupted save leaves what was there. Raises InputError."""
         path = Path(path)
-        columns = {
-            "lengths": [np.array([len(document.tokens) for document in self.documents], np.int32)],
-            "prompt_lengths": [np.array([document.prompt_length for document in self.documents], np.int32)],
-            "tokens": [document.tokens for document in self.documents],
-            "features": [document.features for document in self.documents],
+        arrays = {
+            "lengths": np.array([len(document.tokens) for document in self.documents], np.int32),
+            "prompt_lengths": np.array([document.prompt_length for document in self.documents], np.int32),
+            "tokens": np.concatenate([document.tokens for document in self.documents]),
+            "features": np.concatenate([document.features for document in self.documents]),
         }
-        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        try:
-            with partial.open("wb") as file:
-                file.write(self._header(columns))
-                for parts in columns.values():
-                    for part in parts:
-                        file.write(np.ascontiguousarray(part).view(np.uint8).data)
-            os.replace(partial, path)
-        except OSError as error:
-            raise InputError(f"{path}: not written ({error.strerror}); make room or pass another path") from None
-        finally:
-            partial.unlink(missing_ok=True)
-
-    def _header(self, columns: dict[str, list[np.ndarray]]) -> bytes:
-        """safetensors' header, padded so that values lie at multiples of 8 bytes. The library's own writer wants each
-        column in one piece, which would hold all features twice."""
         metadata = {
             "format": FORMAT,
             "hidden_state_indices": json.dumps(self.hidden_state_indices),
@@ -124,16 +107,14 @@ class Trace:
             "target_digest": self.target.digest,
             "target_config": json.dumps(self.target.raw_config),
         }
-        header: dict[str, Any] = {"__metadata__": metadata}
-        at = 0
-        kinds = {dtype: kind for kind, (dtype, _) in KINDS.items()}
-        for name, parts in columns.items():
-            shape, size = [sum(map(len, parts)), *parts[0].shape[1:]], sum(part.nbytes for part in parts)
-            header[name] = {"dtype": kinds[parts[0].dtype.name], "shape": shape, "data_offsets": [at, at + size]}
-            at += size
-        raw = json.dumps(header).encode()
-        raw += b" " * (-len(raw) % 8)
-        return struct.pack("<Q", len(raw)) + raw
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        try:
+            save_file(arrays, partial, metadata=metadata)
+            os.replace(partial, path)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{path}: not written ({error}); make room or pass another path") from None
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def load_trace(path: str | Path) -> Trace:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jax_dflash import train
-from jax_dflash.batch import EngineConfig, RequestTable
+from jax_dflash.batch import EngineConfig
+from jax_dflash.request_table import RequestTable
 from parity_tests.engines import CONFIG, features, step_for, weights_of
 from parity_tests.tiny import FRAMEWORKS, numpy
 

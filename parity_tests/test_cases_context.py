@@ -14,9 +14,10 @@ import pytest
 
 import jax_dflash.engine
 import torch_ref.engine
-from jax_dflash.batch import EngineConfig, RequestTable
+from jax_dflash.batch import EngineConfig
 from jax_dflash.config import InputError, plain_rope
 from jax_dflash.names import draft_tensors, target_tensors
+from jax_dflash.request_table import RequestTable
 from parity_tests.engines import (
     CONFIG,
     KINDS,

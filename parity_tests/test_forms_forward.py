@@ -11,9 +11,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jax_dflash.batch import EngineConfig, RequestTable, TargetStep
+from jax_dflash.batch import EngineConfig, TargetStep
 from jax_dflash.config import DraftConfig, InputError, check_pair, parse_draft_config, parse_target_config
 from jax_dflash.names import draft_tensors, vocabulary_tensors
+from jax_dflash.request_table import RequestTable
 from jax_dflash.taps import Taps
 from parity_tests.forms import CONFIGS, REFUSED, SIZES, offsets, shrunk, speculators, tensors, write, zlab
 from parity_tests.test_cases_context import run_python

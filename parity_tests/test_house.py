@@ -25,8 +25,8 @@ def test_only_numerics_names_float_dtypes(package):
 
 
 PLAIN = (
-    "config keys checkpoint_forms names stored roofline buckets taps batch pages sampling_params target_batch decoding "
-    "traces record judge excerpts inspect cli".split()
+    "config keys checkpoint_forms names stored roofline buckets taps batch request_table pages sampling_params "
+    "target_batch decoding traces record judge excerpts inspect cli".split()
 )  # fmt: skip
 
 

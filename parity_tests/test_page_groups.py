@@ -9,9 +9,10 @@ import torch
 
 import jax_dflash.engine
 import torch_ref.engine
-from jax_dflash.batch import EngineConfig, IntsLayout, RequestTable
+from jax_dflash.batch import EngineConfig, IntsLayout
 from jax_dflash.buckets import BucketLadder
 from jax_dflash.config import InputError
+from jax_dflash.request_table import RequestTable
 from jax_dflash.taps import live_part, tap_table
 from parity_tests.engines import one_thread, set_pool, step_for  # noqa: F401
 from parity_tests.harness import case as cases

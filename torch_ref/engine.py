@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from jax_dflash.batch import EngineConfig, RequestTable, TargetStep, check_scheduled_ks
+from jax_dflash.batch import EngineConfig, TargetStep, check_scheduled_ks
 from jax_dflash.buckets import BatchDescriptor, BucketLadder, GraphMode
 from jax_dflash.config import DraftConfig, InputError
+from jax_dflash.request_table import RequestTable
 from jax_dflash.sampling_params import SamplingParams
 from jax_dflash.taps import Taps
 from torch_ref.attention.dense import KERNELS
