@@ -143,7 +143,7 @@ def generate(job: GenerateJob, stream: TextStream | None, capture_progress: bool
     interrupted = not _until_interrupt(
         lambda: decoder.generate(prompts, params, loop=job.loop, on_tokens=stream, generations=found)
     )
-    wall, waited = time.perf_counter() - start, decoder.waited - waited
+    wall, end = time.perf_counter() - start, decoder.waited
     if stream is not None:
         stream.finish(job.prompts, found)
 
@@ -162,7 +162,7 @@ def generate(job: GenerateJob, stream: TextStream | None, capture_progress: bool
         "temperature": job.params.temperature, "tau": _rounded(accepted_length(found)), "tokens": tokens,
         "identical_to_target": None, "tokens_per_s": round(tokens / wall, 1), "plain_tokens_per_s": None, "speedup": None,
         "acceptance_by_position": [round(a, 4) for a in acceptance_by_position(found)],
-        "host_share": None if waited is None else round(1 - waited / wall, 4),
+        "host_share": None if waited is None or end is None else round(1 - (end - waited) / wall, 4),
         "finish_reasons": [g.finish_reason for g in found], "interrupted": interrupted,
     }  # fmt: skip
     if not interrupted:

@@ -98,6 +98,16 @@ def test_an_interrupt_keeps_the_text_so_far(fake):
     assert generate.summary(result)[-1] == "interrupted"
 
 
+def test_pytorch_continues_text(capsys, monkeypatch):
+    """The verb with the real PyTorch decoder, whose waits nobody counts: a share of None that ends in a TypeError."""
+    monkeypatch.setattr("sys.argv", [*"jax-dflash generate x --framework torch --max-new-tokens 8 --json".split()])
+    with pytest.raises(SystemExit) as exit:
+        cli.main()
+    result = json.loads(capsys.readouterr().out)
+    assert exit.value.code == 0 and result["identical_to_target"] is True
+    assert (result["tokens"], result["host_share"]) == (8, None)
+
+
 def streamed(tokens, chunks, several=False, color=None):
     """What a stream shows of `tokens` that come in `chunks` of (how many, how many of them drafts)."""
     out = io.StringIO()
