@@ -6,8 +6,6 @@ graphs and, on a GPU, the replayed graphs must draft and store what it does.
 
 import collections
 import functools
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +30,10 @@ from parity_tests.engines import (
     one_thread,
     pool_of,
     prefill,
-    run_traffic,
-    slots_of,
     step_for,
-    traffic,
     weights_of,
 )
+from parity_tests.soak import assert_same_state, soak
 from parity_tests.tiny import numpy
 
 __all__ = ["one_thread"]
@@ -54,14 +50,6 @@ def jax_events() -> collections.Counter:
 
 
 TRACE, COMPILE = "/jax/core/compile/jaxpr_trace_duration", "/jax/core/compile/backend_compile_duration"
-
-
-def assert_same_state(a, b, ids):
-    """Context and block of each request, wherever its pages are."""
-    for i in ids:
-        stop = a.requests.requests[i].context_len + K + 1
-        ours, theirs = (pool_of(e)[:, :, slots_of(e, i, 0, stop)] for e in (a, b))
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-5)
 
 
 def lengths_in_turn(kind, lengths):
@@ -285,47 +273,9 @@ def test_pad_leaves_the_last_slot(kind):
     assert np.any(pool != 512, axis=(0, 1, 3, 4)).sum() == 2 + K + 1
 
 
-def guarded(kind):
-    """An engine on NaN whose requests can only have the pages in the middle; the outer ones are guards."""
-    engine = make_engine(kind, fill=np.nan)
-    allocator = engine.requests.allocators[0]
-    pages = allocator.allocate(allocator.num_free)
-    usable = pages[20:620:2]  # every other page: guards between them, too
-    allocator.free(usable)
-    slots = (np.array(usable)[:, None] * LIMITS.page_size + np.arange(LIMITS.page_size)).ravel()
-    return engine, np.setdiff1d(np.arange(pool_of(engine).shape[2]), slots)
-
-
-def soak(kind, num_steps: int, seed: int = 0) -> int:
-    """Random traffic between guard pages; how many different batch sizes it had."""
-    engine, guards = guarded(kind)
-    bank, sizes = features(64, 1), set()
-    for number, (joined, left, step) in enumerate(traffic(num_steps, seed)):
-        drafts = run_traffic(engine, joined, left, step, bank[number % 32 :])
-        sizes.add(len(drafts))
-        assert drafts.min() >= 0 and drafts.max() < CONFIG.geometry.vocab_size
-    pool = pool_of(engine)
-    assert np.isnan(pool[:, :, guards]).all(), "a guard page was written"
-    for i, request in engine.requests.requests.items():
-        assert np.isfinite(pool[:, :, slots_of(engine, i, 0, request.context_len + K + 1)]).all()
-    return len(sizes)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_soak_between_guard_pages(kind):
-    """C56: a write past a page, a table or a batch that only long traffic meets; programs that pile up. The 12,000 steps
-    of the case: `python -m parity_tests.test_cases_programs 12000`."""
-    events = jax_events()
+    """C56: a write past a page, a table or a batch that only long traffic meets; programs or arrays that pile up; drafts
+    that depend on what an engine did before. The 12,000 steps of the case: `python -m parity_tests.soak`."""
     jax_programs()
-    before = events[COMPILE]
-    assert soak(kind, 400) == LIMITS.max_num_seqs
-    if kind == "jax":
-        assert events[COMPILE] == before
-
-
-if __name__ == "__main__":
-    for kind in ("jax", "torch", "torch_static"):
-        jax_programs()
-        begin = time.perf_counter()
-        soak(kind, int(sys.argv[1]))
-        print(f"{kind}: {sys.argv[1]} steps in {time.perf_counter() - begin:.0f} s, guards unchanged")
+    assert soak(kind, 400) == {"batch_sizes": LIMITS.max_num_seqs, "requests_checked": 20}
