@@ -154,6 +154,9 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--framework", choices=["jax", "torch"], help="only its cells, so that two processes share the work"
+    )
     parser.add_argument("--hours", type=float, default=24.0, help="stop after so long, to go on later")
     args = parser.parse_args()
     import torch
@@ -164,10 +167,11 @@ def main() -> int:
     known = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     done = {Cell(*(row[name] for name in Cell._fields)) for row in known if row["tokens_each"] == args.tokens}
     asked = prompts(args.prompts)
-    missing, start, made = [cell for cell in grid() if cell not in done], time.monotonic(), None
+    wanted = [cell for cell in grid() if args.framework in (None, cell.framework)]
+    missing, start, made = [cell for cell in wanted if cell not in done], time.monotonic(), None
     columns = TextColumn("{task.description}"), BarColumn(bar_width=20), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as bar, args.out.open("a") as file:
-        task = bar.add_task("cells", total=len(grid()), completed=len(grid()) - len(missing))
+        task = bar.add_task("cells", total=len(wanted), completed=len(wanted) - len(missing))
         for cell in missing:
             if time.monotonic() - start > args.hours * 3600:
                 break
